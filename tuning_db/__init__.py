@@ -1,0 +1,1 @@
+"""Words, rows and bytes: what is tuned, for what, with what result. Knows neither HTTP nor TVM."""

@@ -1,0 +1,123 @@
+"""The other stored nouns: uploaded models, devices that have reported themselves, published artifacts."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tuning_db.errors import InvalidRequest, ShapeMismatch
+from tuning_db.keys import ArtifactKey, DeviceIdentity, Json, TensorSpec, Toolchain
+
+
+@dataclass(frozen=True, slots=True)
+class PortSpec:
+    """One input or output as the model declares it. A dimension is a size, a symbol's name, or None: unknown."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(data["name"], data["dtype"], tuple(data["shape"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """An uploaded model. `digest` names graph and weights; `blob` names the bytes as they came."""
+
+    digest: str
+    blob: str  #: sha256 of the uploaded file
+    format: str  #: "onnx"
+    size_bytes: int
+    inputs: tuple[PortSpec, ...]
+    outputs: tuple[PortSpec, ...]
+
+    def bind(self, shapes: Mapping[str, Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+        """The inputs in the model's order with every dimension bound.
+
+        `shapes` maps an input's name to ``{"shape": [1, 3, 224, 224], "dtype": "float32"}``; dtype may be left out.
+        An input whose declared shape is fully known may be left out. Raises ShapeMismatch, naming input and
+        dimension, for one that is missing or contradicts the model, a symbol bound to two sizes included.
+        """
+        declared = {port.name: port for port in self.inputs}
+        for name in shapes:
+            if name not in declared:
+                raise ShapeMismatch(
+                    f"the model has no input {name!r}; its inputs are {', '.join(map(repr, declared))}",
+                    field=f"inputs.{name}",
+                )
+        symbols: dict[str, tuple[int, str]] = {}
+        return tuple(_bind_port(port, shapes.get(port.name), symbols) for port in self.inputs)
+
+
+def _bind_port(port: PortSpec, wanted: Mapping[str, Any] | None, symbols: dict[str, tuple[int, str]]) -> TensorSpec:
+    where = f"inputs.{port.name}"
+    written = "[" + ", ".join("?" if d is None else str(d) for d in port.shape) + "]"
+    if wanted is None:
+        for axis, size in enumerate(port.shape):
+            if not isinstance(size, int):
+                raise ShapeMismatch(
+                    f"input {port.name!r} needs a shape: dimension {axis} of {written} is not fixed by the model",
+                    field=f"{where}.shape",
+                )
+        wanted = {"shape": list(port.shape)}
+    dtype = wanted.get("dtype") or port.dtype
+    if dtype != port.dtype:
+        raise InvalidRequest(
+            f"input {port.name!r} is {port.dtype} in the model, not {dtype}", field=f"{where}.dtype"
+        )
+    spec = TensorSpec(port.name, dtype, tuple(wanted["shape"]))
+    if len(spec.shape) != len(port.shape):
+        raise ShapeMismatch(
+            f"input {port.name!r} has rank {len(port.shape)} in the model, {written}; "
+            f"{list(spec.shape)} has rank {len(spec.shape)}",
+            field=f"{where}.shape",
+        )
+    for axis, (declared, size) in enumerate(zip(port.shape, spec.shape, strict=True)):
+        if isinstance(declared, int) and declared != size:
+            raise ShapeMismatch(
+                f"input {port.name!r}: dimension {axis} is {declared} in the model, not {size}", field=f"{where}.shape"
+            )
+        if isinstance(declared, str):
+            bound, place = symbols.setdefault(declared, (size, f"dimension {axis} of input {port.name!r}"))
+            if bound != size:
+                raise ShapeMismatch(
+                    f"input {port.name!r}: dimension {axis} is the symbol {declared!r}, "
+                    f"which is {bound} at {place}, not {size}",
+                    field=f"{where}.shape",
+                )
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device as its worker last reported it. Slots, queue length and the like are derived, not stored here."""
+
+    identity: DeviceIdentity
+    target: str  #: canonical JSON of the TVM target derived from the identity
+    toolchain: Toolchain
+    last_seen: dt.datetime
+    workers: int = 1  #: workers of this identity seen within the last minute: its slots
+    busy: int = 0  #: jobs RUNNING on it
+    queued: int = 0  #: jobs QUEUED for it
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A published library: the newest revision under its key. `manifest` is what `GET /v1/artifacts/{key}` answers."""
+
+    key: ArtifactKey
+    revision: int  #: counts from 1; a later one is faster
+    library: str  #: sha256 of the library's bytes
+    size_bytes: int
+    latency_s: float  #: median of the final timing on the device
+    manifest: dict[str, Json]
+    job_id: str
+    created_at: dt.datetime

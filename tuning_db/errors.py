@@ -1,0 +1,175 @@
+"""Every error that Tunery raises on purpose, in one tree.
+
+    TuneryError
+    ├── InvalidRequest            a field of the request is wrong; carries the field's name
+    │   ├── InvalidModel          the uploaded bytes are not a model that can be read
+    │   ├── UnsupportedOperator   the model holds an operator that cannot be compiled
+    │   ├── ShapeMismatch         an input shape is missing, or contradicts the model
+    │   ├── UnknownDevice         nobody has reported such a device
+    │   └── UnsupportedOption     a legal word for something this version does not do
+    ├── NotFound                  no job, model, device or artifact of that name
+    │   └── CacheMiss             no artifact under that key; carries the nearest ones
+    ├── Conflict                  the request contradicts what is stored
+    │   ├── IllegalTransition     a job cannot go from this state to that one
+    │   └── IdempotencyConflict   the same Idempotency-Key came with another body
+    ├── StaleAttempt              somebody else holds the job now; stop, and write nothing
+    ├── TooLarge                  more bytes than the service accepts
+    ├── StorageFull               the disk or the database has no room
+    ├── BlobCorrupt               stored bytes are not what their name says
+    ├── BrokerUnavailable         the job is stored, but no worker could be woken
+    └── TuningFailed              one job ended without a library
+        ├── ImportFailed          the model could not be turned into Relax
+        ├── NoValidCandidate      every candidate failed to build or to run
+        ├── BuildFailed           the final library did not compile
+        ├── LoadFailed            the library does not load on its device
+        ├── CheckFailed           its outputs differ from the reference
+        └── ProcessDied           the tuning process crashed or was killed
+
+HTTP statuses and exit codes are given to these in `service/problems.py` and `service/cli.py`, not here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuning_db.keys import NearestKey
+
+
+class TuneryError(Exception):
+    """Base of all. `str(error)` is a sentence for the user that says what to do next."""
+
+
+class InvalidRequest(TuneryError):
+    """A field of the request is wrong. `field` is its dotted path, such as ``inputs.x.shape``."""
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidModel(InvalidRequest):
+    """The uploaded bytes are not a model that can be read."""
+
+    def __init__(self, message: str, *, field: str = "model") -> None:
+        super().__init__(message, field=field)
+
+
+class UnsupportedOperator(InvalidRequest):
+    """The model holds an operator that cannot be compiled, named with its node and opset."""
+
+    def __init__(
+        self, message: str, *, operator: str, node: str, opset: int, field: str = "model"
+    ) -> None:
+        super().__init__(message, field=field)
+        self.operator = operator
+        self.node = node
+        self.opset = opset
+
+
+class ShapeMismatch(InvalidRequest):
+    """An input shape is missing, or contradicts the model; the message names input and dimension."""
+
+
+class UnknownDevice(InvalidRequest):
+    """Nobody has reported such a device. `candidates` are the names that are known."""
+
+    def __init__(self, message: str, *, candidates: Sequence[str], field: str = "device") -> None:
+        super().__init__(message, field=field)
+        self.candidates = tuple(candidates)
+
+
+class UnsupportedOption(InvalidRequest):
+    """A legal word for something that this version does not do."""
+
+
+class NotFound(TuneryError):
+    """No job, model, device or artifact of that name."""
+
+
+class CacheMiss(NotFound):
+    """No artifact under that key. `nearest` are stored keys, closest first, with what differs."""
+
+    def __init__(self, message: str, *, nearest: Sequence[NearestKey] = ()) -> None:
+        super().__init__(message)
+        self.nearest = tuple(nearest)
+
+
+class Conflict(TuneryError):
+    """The request contradicts what is stored."""
+
+
+class IllegalTransition(Conflict):
+    """A job cannot go from this state to that one."""
+
+
+class IdempotencyConflict(Conflict):
+    """The same Idempotency-Key came with another body."""
+
+
+class StaleAttempt(TuneryError):
+    """Somebody else holds the job now, or it has ended: stop, and write nothing."""
+
+
+class TooLarge(TuneryError):
+    """More bytes than the service accepts."""
+
+    def __init__(self, message: str, *, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+
+
+class StorageFull(TuneryError):
+    """The disk or the database has no room."""
+
+
+class BlobCorrupt(TuneryError):
+    """Stored bytes are not what their name says; they have been moved to quarantine."""
+
+
+class BrokerUnavailable(TuneryError):
+    """The job is stored, but no worker could be woken. The sweep will send it again."""
+
+
+class TuningFailed(TuneryError):
+    """One job ended without a library. `kind` is stable and is what clients compare."""
+
+    kind = "tuning-failed"
+
+
+class ImportFailed(TuningFailed):
+    """The model could not be turned into Relax."""
+
+    kind = "import-failed"
+
+
+class NoValidCandidate(TuningFailed):
+    """Every candidate failed to build or to run."""
+
+    kind = "no-valid-candidate"
+
+
+class BuildFailed(TuningFailed):
+    """The final library did not compile."""
+
+    kind = "build-failed"
+
+
+class LoadFailed(TuningFailed):
+    """The library does not load on its device."""
+
+    kind = "load-failed"
+
+
+class CheckFailed(TuningFailed):
+    """The library's outputs differ from the reference by more than the tolerance."""
+
+    kind = "check-failed"
+
+
+class ProcessDied(TuningFailed):
+    """The tuning process crashed or was killed by something other than a cancel."""
+
+    kind = "process-died"

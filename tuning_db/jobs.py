@@ -1,0 +1,157 @@
+"""A tuning job: what is asked for, the states it passes through, and who may move it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Self
+
+from tuning_db.errors import IllegalTransition, InvalidRequest, UnsupportedOption
+from tuning_db.keys import ArtifactKey, Json, to_json
+
+#: Search methods of this version, and what they are.
+TUNERS: Final = {
+    "ansor": "sketches generated from the computation, evolved with an XGBoost cost model",
+    "none": "stored records only, nothing measured",
+}
+MAX_TRIALS: Final = 100_000
+MAX_SECONDS: Final = 7 * 24 * 3600
+
+
+class JobState(StrEnum):
+    """QUEUED → RUNNING → SUCCEEDED | FAILED | CANCELLED, and RUNNING → QUEUED when a worker was lost."""
+
+    QUEUED = "QUEUED"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return not TRANSITIONS[self]
+
+    def to(self, target: JobState) -> JobState:
+        """`target`, or IllegalTransition."""
+        if target not in TRANSITIONS[self]:
+            raise IllegalTransition(f"a job that is {self} cannot become {target}")
+        return target
+
+
+TRANSITIONS: Final[Mapping[JobState, frozenset[JobState]]] = {
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.QUEUED}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConfig:
+    """How hard to look. Not part of the key: more search is a new revision of the same library, only ever faster.
+
+    Either limit ends the search, and the best that was found is published. Trials count measurements of this job,
+    failed ones too, over all its attempts; seconds count the search alone, without import and final check.
+    """
+
+    tuner: str = "ansor"
+    trials: int = 200
+    seconds: float = 900.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tuner not in TUNERS:
+            raise UnsupportedOption(
+                f"tuner {self.tuner!r} is not one of {', '.join(map(repr, TUNERS))}", field="search.tuner"
+            )
+        if self.tuner == "none":
+            # Nothing is searched, so a budget has no meaning: one spelling only, for comparing budgets.
+            object.__setattr__(self, "trials", 0)
+            object.__setattr__(self, "seconds", 0.0)
+            return
+        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or not 1 <= self.trials <= MAX_TRIALS:
+            raise InvalidRequest(
+                f"search.trials is {self.trials!r}; give a whole number from 1 to {MAX_TRIALS}, "
+                'or "tuner": "none" to compile with stored records only',
+                field="search.trials",
+            )
+        if not 1 <= self.seconds <= MAX_SECONDS:
+            raise InvalidRequest(
+                f"search.seconds is {self.seconds!r}; give a number from 1 to {MAX_SECONDS}", field="search.seconds"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise InvalidRequest(
+                f"search.seed is {self.seed!r}; give a whole number from 0 to 2147483647", field="search.seed"
+            )
+
+    def covers(self, wanted: SearchConfig) -> bool:
+        """Whether a finished job with this budget answers a request for `wanted`. The seed does not matter."""
+        if wanted.tuner == "none":
+            return True
+        return self.tuner == wanted.tuner and self.trials >= wanted.trials and self.seconds >= wanted.seconds
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One request, parsed and resolved: which library, and how hard to look for it."""
+
+    key: ArtifactKey
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+    def to_json(self) -> dict[str, Json]:
+        return {"key": self.key.to_json(), "search": to_json(self.search)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(ArtifactKey.from_json(data["key"]), SearchConfig.from_json(data["search"]))
+
+
+@dataclass(frozen=True, slots=True)
+class JobError:
+    """Why a job FAILED. `kind` is stable: one of the kinds in `tuning_db.errors`, or an operator's or field's error."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as it stands in its row at one moment."""
+
+    id: str  #: 32 hexadecimal digits
+    spec: JobSpec
+    state: JobState
+    attempt: int  #: how many times it has been claimed; 0 while nobody has
+    created_at: dt.datetime  #: UTC, as are all times
+    updated_at: dt.datetime
+    claimed_by: str | None = None
+    heartbeat_at: dt.datetime | None = None
+    cancel_requested: bool = False
+    trials_measured: int = 0  #: trials of this job in the store, over all attempts, failed ones too
+    error: JobError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to write about a job, held by one attempt of one worker until another takes it away."""
+
+    job_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """One line of a job's progress; `seq` counts from 1 within the job."""
+
+    job_id: str
+    seq: int
+    type: str  #: "state", "stage", "trial", "progress"
+    data: dict[str, Json]
+    at: dt.datetime

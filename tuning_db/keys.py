@@ -1,0 +1,268 @@
+"""What a tuned library depends on, and the one key made of all of it.
+
+`ArtifactKey.digest()` is the SHA-256 of canonical JSON: sorted names, no white space, UTF-8. Every field that can
+change the library's bytes, its numbers or its speed on the device is in it; the search budget is not. A change to
+what the JSON holds or how it is spelled needs a new `KEY_VERSION`: see docs/decisions/0001-key-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Final, Self, TypeAlias
+
+from tuning_db.errors import InvalidRequest
+
+KEY_VERSION: Final = 1
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+#: Element types in ONNX's spelling that a graph input may have, with NumPy's names.
+DTYPES: Final = frozenset(
+    {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
+)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def is_sha256(text: str) -> bool:
+    """Whether `text` is 64 lower-case hexadecimal digits and nothing else."""
+    return _SHA256.fullmatch(text) is not None
+
+
+def canonical_json(value: Json) -> bytes:
+    """The one spelling of `value`: sorted names, no white space, UTF-8, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def sha256_json(value: Json) -> str:
+    """SHA-256 of `canonical_json(value)`, in hexadecimal."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def to_json(value: Any) -> Json:
+    """A frozen dataclass of this module as plain JSON; tuples become lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} has no place in a key")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceIdentity:
+    """What tells one device model from another. Read from the device itself, never typed in.
+
+    Two machines with equal identities are one device with two slots; records and libraries are shared between them.
+    """
+
+    kind: str  #: "cpu" or "cuda"
+    vendor: str
+    model: str
+    arch: str  #: "x86_64", "aarch64", "sm_90"
+    features: tuple[str, ...]  #: instruction-set features that TVM can use, sorted
+    cores: int  #: cores that one inference uses; streaming multiprocessors for a GPU
+    cache_bytes: tuple[int, ...] = ()  #: L1 data, L2, L3, of one core's view
+    board: str | None = None  #: from the device tree
+    memory_bytes: int | None = None  #: of a GPU
+    driver: str | None = None  #: of a GPU
+
+    @property
+    def name(self) -> str:
+        """A short, stable, unique name that is safe in a path, a URL and a queue's name."""
+        slug = re.sub(r"[^a-z0-9]+", "-", f"{self.vendor} {self.model}".lower()).strip("-")
+        return f"{slug[:40].rstrip('-') or self.kind}-{self.cores}c-{sha256_json(to_json(self))[:8]}"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "features": tuple(data["features"]), "cache_bytes": tuple(data["cache_bytes"])})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output with every dimension bound. Written ``NAME:DTYPE[1,3,224,224]``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidRequest(
+                f"input {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(sorted(DTYPES))}",
+                field=f"inputs.{self.name}.dtype",
+            )
+        for axis, size in enumerate(self.shape):
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**31:
+                raise InvalidRequest(
+                    f"input {self.name!r}: dimension {axis} is {size!r}; give a whole number from 1 to 2147483647",
+                    field=f"inputs.{self.name}.shape",
+                )
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. The name may hold any character, colons and brackets too."""
+        match = re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ]*)\]", text)
+        if match is None:
+            raise InvalidRequest(f"input {text!r} is not NAME:DTYPE[1,3,224,224]", field="input")
+        name, dtype, dims = match.groups()
+        try:
+            shape = tuple(int(d) for d in dims.split(",")) if dims.strip() else ()
+        except ValueError:
+            raise InvalidRequest(f"input {text!r}: [{dims}] is not a list of whole numbers", field="input") from None
+        return cls(name, dtype, shape)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(data["name"], data["dtype"], tuple(data["shape"]))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """How numbers are represented inside the library."""
+
+    scheme: str = "none"  #: "none", "fp16", "int8"
+    calibration: str | None = None  #: digest of the calibration data
+    method: str | None = None
+    exclude: tuple[str, ...] = ()  #: nodes kept in fp32, sorted
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "exclude": tuple(data.get("exclude", ()))})
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """Options that change code."""
+
+    fast_math: bool = False
+    opt_level: int = 3
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What made the code. `pipeline` is the name and version of our own graph passes."""
+
+    tvm: str
+    tvm_ffi: str
+    llvm: str
+    pipeline: str
+    cuda: str | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """One field in which two keys differ, by its dotted path."""
+
+    field: str
+    wanted: Json
+    stored: Json
+
+    def __str__(self) -> str:
+        return f"{self.field}: wanted {json.dumps(self.wanted)}, stored {json.dumps(self.stored)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactKey:
+    """Everything that a tuned library depends on."""
+
+    model: str  #: digest of graph and weights
+    inputs: tuple[TensorSpec, ...]  #: in the model's order
+    device: DeviceIdentity
+    target: str  #: canonical JSON of the resolved TVM target
+    toolchain: Toolchain
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    options: BuildOptions = field(default_factory=BuildOptions)
+
+    def to_json(self) -> dict[str, Json]:
+        data = to_json(self)
+        assert isinstance(data, dict)
+        return {"key_version": KEY_VERSION, **data}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Raises ValueError for a key of another version: such an entry is a miss, never a guess."""
+        if data.get("key_version") != KEY_VERSION:
+            raise ValueError(f"key version {data.get('key_version')!r} is not {KEY_VERSION}")
+        return cls(
+            model=data["model"],
+            inputs=tuple(TensorSpec.from_json(i) for i in data["inputs"]),
+            device=DeviceIdentity.from_json(data["device"]),
+            target=data["target"],
+            toolchain=Toolchain.from_json(data["toolchain"]),
+            quantization=QuantizationConfig.from_json(data["quantization"]),
+            options=BuildOptions.from_json(data["options"]),
+        )
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal: the key under which people fetch."""
+        return sha256_json(self.to_json())
+
+    def diff(self, stored: ArtifactKey) -> tuple[FieldDifference, ...]:
+        """Every field in which `stored` differs from this key, in the order of the fields; empty if equal."""
+        return tuple(_differences("", self.to_json(), stored.to_json()))
+
+    def record_scope(self) -> RecordScope:
+        return RecordScope(self.device, self.target, self.toolchain, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordScope:
+    """What a measured schedule depends on besides its workload: models that share an operator share its tuning."""
+
+    device: DeviceIdentity
+    target: str
+    toolchain: Toolchain
+    options: BuildOptions
+
+    def digest(self) -> str:
+        return sha256_json(to_json(self))
+
+
+@dataclass(frozen=True, slots=True)
+class NearestKey:
+    """A stored key that is not the one asked for, and why."""
+
+    key: ArtifactKey
+    differences: tuple[FieldDifference, ...]
+
+
+def nearest(wanted: ArtifactKey, stored: Iterable[ArtifactKey], limit: int = 3) -> tuple[NearestKey, ...]:
+    """The stored keys with the fewest differences, closest first."""
+    found = [NearestKey(key, wanted.diff(key)) for key in stored]
+    found.sort(key=lambda n: (len(n.differences), n.key.digest()))
+    return tuple(found[:limit])
+
+
+def _differences(path: str, wanted: Json, stored: Json) -> Iterable[FieldDifference]:
+    if isinstance(wanted, dict) and isinstance(stored, dict):
+        for name in [*wanted, *(n for n in stored if n not in wanted)]:
+            yield from _differences(f"{path}.{name}" if path else name, wanted.get(name), stored.get(name))
+    elif path == "inputs" and isinstance(wanted, list) and isinstance(stored, list):
+        # Inputs are compared by name, so that the path reads inputs.x.shape and not inputs.0.shape.
+        by_name = [{str(i.get("name")): i for i in side if isinstance(i, dict)} for side in (wanted, stored)]
+        if list(by_name[0]) != list(by_name[1]):
+            yield FieldDifference("inputs", list(by_name[0]), list(by_name[1]))
+        for name in by_name[0]:
+            if name in by_name[1]:
+                yield from _differences(f"inputs.{name}", by_name[0][name], by_name[1][name])
+    elif wanted != stored or type(wanted) is not type(stored):
+        yield FieldDifference(path, wanted, stored)
