@@ -1,0 +1,1 @@
+"""From an uploaded model file to Relax with every shape bound."""

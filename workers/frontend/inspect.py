@@ -1,0 +1,96 @@
+"""`python -m workers.frontend.inspect FILE [--bind JSON]`: parse an untrusted model in a process that may die.
+
+Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
+"inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
+``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left.
+Anything else on stdout, another exit status or none in time means that the file broke the parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tuning_db.errors import InvalidRequest, UnsupportedOperator
+from tuning_db.keys import Json, TensorSpec, to_json
+
+#: Address space for the parser: the file several times over, and room for the libraries.
+_BASE_BYTES = 4 << 30
+_BYTES_PER_FILE_BYTE = 6
+_CPU_S = 60
+
+
+def limit_resources(file_bytes: int) -> None:
+    """Bound memory, CPU time and core files of this process for good."""
+    for name, limit in (
+        (resource.RLIMIT_AS, _BASE_BYTES + _BYTES_PER_FILE_BYTE * file_bytes),
+        (resource.RLIMIT_CPU, _CPU_S),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(name)[1]
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(name, (bound, bound))
+
+
+def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
+    from workers.frontend import onnx_model
+
+    model = onnx_model.load(path)
+    inputs, outputs = onnx_model.inputs_of(model), onnx_model.outputs_of(model)
+    digest = onnx_model.model_digest(model)
+    opset = onnx_model.opset_of(model)
+    onnx_model.check_operators(model)
+    if bind is not None:
+        onnx_model.bind(
+            model, [TensorSpec(p.name, bind[p.name]["dtype"], tuple(bind[p.name]["shape"])) for p in inputs]
+        )
+    return {
+        "ok": True,
+        "digest": digest,
+        "format": "onnx",
+        "opset": opset,
+        "inputs": to_json(inputs),
+        "outputs": to_json(outputs),
+        "operators": to_json(onnx_model.operator_counts(model.graph.node)),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers.frontend.inspect", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--bind", type=json.loads)
+    options = parser.parse_args(arguments)
+    limit_resources(options.file.stat().st_size)
+    # Libraries print what they like; the answer alone goes to stdout.
+    with os.fdopen(os.dup(1), "w") as answer, contextlib.redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+        result: dict[str, Json]
+        try:
+            result = inspect(options.file, options.bind)
+        except InvalidRequest as error:
+            details: dict[str, Json] = {"type": type(error).__name__, "message": str(error), "field": error.field}
+            if isinstance(error, UnsupportedOperator):
+                details |= {"operator": error.operator, "node": error.node, "opset": error.opset}
+            result = {"ok": False, "error": details}
+        except MemoryError:
+            result = {
+                "ok": False,
+                "error": {
+                    "type": "InvalidModel",
+                    "message": "the model needs too much memory to parse",
+                    "field": "model",
+                },
+            }
+        json.dump(result, answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

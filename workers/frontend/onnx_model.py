@@ -1,0 +1,281 @@
+"""Reads an untrusted ONNX file: what it declares, what it is called in a key, and whether we can compile it.
+
+Only `onnx` and NumPy are needed here, so that the API's inspector starts quickly and runs without TVM. Nothing in this
+file opens any file but the one it is given: tensors with external data are refused before their bytes are looked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import google.protobuf.message
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+
+from tuning_db.catalog import PortSpec
+from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
+from tuning_db.keys import TensorSpec, sha256_json
+from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
+
+#: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
+_DTYPES: Final[Mapping[int, str]] = {
+    TensorProto.FLOAT16: "float16",
+    TensorProto.FLOAT: "float32",
+    TensorProto.DOUBLE: "float64",
+    TensorProto.INT8: "int8",
+    TensorProto.INT16: "int16",
+    TensorProto.INT32: "int32",
+    TensorProto.INT64: "int64",
+    TensorProto.UINT8: "uint8",
+    TensorProto.UINT16: "uint16",
+    TensorProto.UINT32: "uint32",
+    TensorProto.UINT64: "uint64",
+    TensorProto.BOOL: "bool",
+}
+
+#: A dimension's symbol. Exporters also write "?", "-1" or nothing for an unknown size; those bind independently.
+_SYMBOL = re.compile(r"[A-Za-z_][\w.:/ +*-]*")
+
+
+def load(path: Path) -> ModelProto:
+    """Parse the file and check it against ONNX's rules. InvalidModel says what is wrong with it."""
+    data = path.read_bytes()
+    if not data:
+        raise InvalidModel("the file is empty")
+    try:
+        model = onnx.ModelProto.FromString(data)
+    except google.protobuf.message.DecodeError:
+        raise InvalidModel("the file is not an ONNX model: it does not parse (truncated, or another format)") from None
+    if not model.graph.node or not model.graph.output or not model.opset_import:
+        raise InvalidModel("the file is not an ONNX model: it holds no graph, no output or no operator set")
+    for tensor in _tensors(model.graph):
+        if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
+            raise InvalidModel(
+                f"tensor {tensor.name!r} keeps its data in another file; save the model as one file "
+                "(onnx.save_model with save_as_external_data=False)"
+            )
+    try:
+        onnx.checker.check_model(data)
+    except onnx.checker.ValidationError as error:
+        raise InvalidModel(f"the file is not a valid ONNX model: {_first_line(error)}") from None
+    return model
+
+
+def inputs_of(model: ModelProto) -> tuple[PortSpec, ...]:
+    """True inputs only: IR version 3 lists weights among them."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return tuple(_port(value, "input") for value in model.graph.input if value.name not in weights)
+
+
+def outputs_of(model: ModelProto) -> tuple[PortSpec, ...]:
+    return tuple(_port(value, "output") for value in model.graph.output)
+
+
+def opset_of(model: ModelProto) -> int:
+    """The version of the default operator set."""
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def model_digest(model: ModelProto) -> str:
+    """Names graph and weights, as a Merkle hash from the outputs up.
+
+    Producer, doc strings, node names, names of inner tensors, the order of independent nodes, dead nodes and the
+    spelling of a tensor's bytes (raw or typed) do not change it; input and output names do, for users feed by them.
+    """
+    values: dict[str, str] = {"": "absent"}
+    for port in inputs_of(model):
+        values[port.name] = sha256_json(["input", port.name, port.dtype, list(port.shape)])
+    _hash_graph(model.graph, values)
+    functions = {(f.domain, f.name): f for f in model.functions}
+    return sha256_json(
+        [
+            "onnx",
+            sorted([entry.domain or "ai.onnx", int(entry.version)] for entry in model.opset_import),
+            [[p.name, p.dtype, list(p.shape)] for p in inputs_of(model)],
+            [[p.name, p.dtype, values[p.name]] for p in outputs_of(model)],
+            [
+                [domain, name, hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()]
+                for (domain, name), function in sorted(functions.items())
+            ],
+        ]
+    )
+
+
+def check_operators(model: ModelProto) -> None:
+    """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
+
+    A node that depends on constants and shapes alone is folded before import, whatever its operator.
+    """
+    opset = opset_of(model)
+    if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
+        raise InvalidModel(
+            f"operator set {opset} is not one of {SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[1]}; "
+            "convert the model with onnx.version_converter.convert_version"
+        )
+    local = {(function.domain, function.name) for function in model.functions}
+    constant = {tensor.name for tensor in model.graph.initializer} | {""}
+    for node in model.graph.node:
+        if node.op_type in ("Constant", "Shape", "Size") or all(name in constant for name in node.input):
+            constant.update(node.output)
+            continue
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if (domain, node.op_type) in local or (domain == "" and node.op_type in SUPPORTED):
+            continue
+        if domain == "" and has_function_body(node.op_type, opset):
+            continue
+        name = f"{domain}.{node.op_type}" if domain else node.op_type
+        raise UnsupportedOperator(
+            f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled; "
+            "export the model without it, or fold it into constants",
+            operator=name,
+            node=node.name or node.output[0],
+            opset=opset,
+        )
+
+
+def has_function_body(op_type: str, opset: int) -> bool:
+    """Whether the standard defines the operator by simpler ones, so that it can be inlined before import."""
+    try:
+        schema = onnx.defs.get_schema(op_type, max_inclusive_version=opset)
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.has_function)
+
+
+def bind(model: ModelProto, inputs: Sequence[TensorSpec]) -> None:
+    """Write the bound shapes into the model and infer all others. ShapeMismatch if the model contradicts them.
+
+    Changes `model`. Weights listed among the inputs stop being inputs.
+    """
+    bound = {spec.name: spec for spec in inputs}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    for value in list(model.graph.input):
+        if value.name in weights:
+            model.graph.input.remove(value)
+            continue
+        shape = value.type.tensor_type.shape
+        del shape.dim[:]
+        for size in bound[value.name].shape:
+            shape.dim.add().dim_value = size
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        # What the exporter wrote of outputs was for other inputs; inference writes it again.
+        value.type.tensor_type.ClearField("shape")
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise ShapeMismatch(
+            f"the model does not accept {', '.join(map(str, inputs))}: {_first_line(error)}",
+            field=f"inputs.{inputs[0].name}.shape" if len(inputs) == 1 else "inputs",
+        ) from None
+    model.CopyFrom(inferred)
+
+
+def _first_line(error: Exception) -> str:
+    """One line of a library's message, shortened: it may quote the upload at any length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _port(value: ValueInfoProto, what: str) -> PortSpec:
+    if value.type.WhichOneof("value") != "tensor_type":
+        raise InvalidModel(f"{what} {value.name!r} is not a tensor; sequences, maps and optionals cannot be compiled")
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in _DTYPES:
+        raise InvalidModel(
+            f"{what} {value.name!r} has element type {TensorProto.DataType.Name(tensor.elem_type).lower()}, "
+            "which cannot be compiled"
+        )
+    return PortSpec(value.name, _DTYPES[tensor.elem_type], tuple(_dimension(d) for d in tensor.shape.dim))
+
+
+def _dimension(dim: Any) -> int | str | None:
+    if dim.WhichOneof("value") == "dim_value":
+        return int(dim.dim_value) if dim.dim_value > 0 else None
+    return str(dim.dim_param) if _SYMBOL.fullmatch(dim.dim_param) else None
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield sparse.values
+        yield sparse.indices
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _tensors(inner)
+
+
+def _hash_graph(graph: GraphProto, values: dict[str, str]) -> None:
+    """Add the hash of every tensor of `graph` to `values`, which holds its inputs and the enclosing scope."""
+    for tensor in graph.initializer:
+        values[tensor.name] = _hash_tensor(tensor)
+    for sparse in graph.sparse_initializer:
+        values[sparse.values.name] = sha256_json(
+            ["sparse", list(sparse.dims), _hash_tensor(sparse.values), _hash_tensor(sparse.indices)]
+        )
+    for node in graph.node:
+        digest = _hash_node(node, values)
+        for index, name in enumerate(node.output):
+            values[name] = sha256_json(["output", digest, index])
+
+
+def _hash_node(node: NodeProto, values: Mapping[str, str]) -> str:
+    return sha256_json(
+        [
+            "node",
+            "" if node.domain == "ai.onnx" else node.domain,
+            node.op_type,
+            [values[name] for name in node.input],
+            len(node.output),
+            sorted([a.name, _hash_attribute(a, values)] for a in node.attribute),
+        ]
+    )
+
+
+def _hash_attribute(attribute: AttributeProto, values: Mapping[str, str]) -> str:
+    if attribute.type == AttributeProto.TENSOR:
+        return _hash_tensor(attribute.t)
+    if attribute.type == AttributeProto.GRAPH:
+        return _hash_subgraph(attribute.g, values)
+    if attribute.type == AttributeProto.GRAPHS:
+        return sha256_json(["graphs", *(_hash_subgraph(g, values) for g in attribute.graphs)])
+    plain = AttributeProto()
+    plain.CopyFrom(attribute)
+    plain.ClearField("doc_string")
+    return hashlib.sha256(plain.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _hash_subgraph(graph: GraphProto, outer: Mapping[str, str]) -> str:
+    values = dict(outer)
+    for index, value in enumerate(graph.input):
+        values[value.name] = sha256_json(["subgraph input", index])
+    _hash_graph(graph, values)
+    return sha256_json(["subgraph", len(graph.input), [values[value.name] for value in graph.output]])
+
+
+def _hash_tensor(tensor: TensorProto) -> str:
+    digest = hashlib.sha256()
+    digest.update(f"{tensor.data_type}{list(tensor.dims)}".encode())
+    if tensor.data_type == TensorProto.STRING:
+        for item in tensor.string_data:
+            digest.update(len(item).to_bytes(8, "little") + item)
+    else:
+        array = numpy_helper.to_array(tensor)
+        digest.update(np.ascontiguousarray(array).view(np.uint8) if array.size else b"")
+    return digest.hexdigest()
+
+
+def operator_counts(nodes: Iterable[NodeProto]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in nodes:
+        counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return counts

@@ -1,0 +1,30 @@
+"""The ONNX operators that TVM 0.27's importer converts, as a table, so that refusing a model needs no TVM.
+
+A test compares the table with the importer of the installed TVM.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Operator sets that are accepted, first and last.
+SUPPORTED_OPSETS: Final = (7, 28)
+
+SUPPORTED: Final = frozenset(
+    """
+    Abs Acos Acosh Add AffineGrid And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
+    BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Clip Compress Concat ConcatFromSequence
+    Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DepthToSpace DequantizeLinear Div Dropout
+    DynamicQuantizeLinear Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND Gelu
+    Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual GridSample GroupNormalization
+    HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf IsNaN LRN LayerNormalization LeakyRelu Less
+    LessOrEqual Log LogSoftmax LpPool MatMul MatMulInteger Max MaxPool MaxRoiPool MaxUnpool Mean
+    MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression NonZero Not OneHot Optional OptionalGetElement
+    OptionalHasElement Or PRelu Pad Pow QuantizeLinear RMSNormalization Range Reciprocal ReduceL1 ReduceL2
+    ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape
+    Resize RoiAlign Round Scatter ScatterElements ScatterND Selu SequenceAt SequenceConstruct SequenceEmpty
+    SequenceErase SequenceInsert SequenceLength Shape Shrink Sigmoid Sign Sin Sinh Size Slice Softmax Softplus
+    Softsign SpaceToDepth Split SplitToSequence Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK Transpose
+    Trilu Unique Unsqueeze Upsample Where Xor
+    """.split()  # noqa: SIM905 - a list of 140 quoted names reads worse
+)
