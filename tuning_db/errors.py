@@ -14,7 +14,10 @@
     │   └── IdempotencyConflict   the same Idempotency-Key came with another body
     ├── StaleAttempt              somebody else holds the job now; stop, and write nothing
     ├── TooLarge                  more bytes than the service accepts
+    ├── QueueFull                 as many jobs wait as the service accepts; ask again later
     ├── StorageFull               the disk or the database has no room
+    ├── SchemaMismatch            the database's schema is older or newer than this code
+    ├── DatabaseUnavailable       the database does not answer
     ├── BlobCorrupt               stored bytes are not what their name says
     ├── BrokerUnavailable         the job is stored, but no worker could be woken
     └── TuningFailed              one job ended without a library
@@ -121,8 +124,20 @@ class TooLarge(TuneryError):
         self.limit_bytes = limit_bytes
 
 
+class QueueFull(TuneryError):
+    """As many jobs wait as the service accepts. Nothing was stored; ask again later."""
+
+
 class StorageFull(TuneryError):
     """The disk or the database has no room."""
+
+
+class SchemaMismatch(TuneryError):
+    """The database's schema is older or newer than this code; the message says which command to run."""
+
+
+class DatabaseUnavailable(TuneryError):
+    """The database does not answer, or could not be reached."""
 
 
 class BlobCorrupt(TuneryError):
