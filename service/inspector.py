@@ -1,0 +1,175 @@
+"""Reads uploaded models in a process that may die: the API itself never parses one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from tuning_db.catalog import PortSpec
+from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, UnsupportedOperator, UnsupportedOption
+from tuning_db.keys import TensorSpec, is_sha256
+
+log = structlog.get_logger()
+
+_MAX_OUTPUT_BYTES: Final = 4 * 2**20
+_REMEMBERED: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a model file turned out to be."""
+
+    digest: str
+    format: str
+    inputs: tuple[PortSpec, ...]
+    outputs: tuple[PortSpec, ...]
+
+
+class Inspector:
+    """Runs `command PATH`, which answers one JSON object on standard output.
+
+    At most `at_once` processes run at a time. Equal questions asked together are asked once, and good answers are
+    remembered: the file is named by its content, so an answer never goes stale. Belongs to one event loop.
+    """
+
+    def __init__(self, command: Sequence[str], *, timeout_s: float, at_once: int) -> None:
+        self._command = tuple(command)
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(at_once)
+        self._running: dict[tuple[str, str], asyncio.Task[dict[str, Any]]] = {}
+        self._known: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+
+    async def inspect(self, path: Path, sha256: str) -> Inspection:
+        """What the file is. InvalidModel if it cannot be read, or kills the process that reads it."""
+        report = await self._ask(path, sha256, "")
+        try:
+            found = Inspection(
+                report["digest"],
+                report["format"],
+                tuple(PortSpec.from_json(port) for port in report["inputs"]),
+                tuple(PortSpec.from_json(port) for port in report["outputs"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidModel("the model's parser gave an answer without its ports; see the service's log") from error
+        if not is_sha256(found.digest):
+            raise InvalidModel("the model's parser gave an answer without a digest; see the service's log")
+        return found
+
+    async def check(self, path: Path, sha256: str, inputs: Sequence[TensorSpec]) -> None:
+        """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work."""
+        bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
+        await self._ask(path, sha256, json.dumps(bindings, sort_keys=True))
+
+    async def close(self) -> None:
+        """End what still runs."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _ask(self, path: Path, sha256: str, bindings: str) -> dict[str, Any]:
+        question = (sha256, bindings)
+        if (known := self._known.get(question)) is not None:
+            self._known.move_to_end(question)
+            return known
+        task = self._running.get(question)
+        if task is None:
+            # A task of its own: a client that hangs up must not end the answer that others wait for.
+            task = asyncio.create_task(self._run(path, bindings))
+            self._running[question] = task
+            task.add_done_callback(lambda _: self._running.pop(question, None))
+        report = await asyncio.shield(task)
+        if report.get("ok") is not True:
+            raise _error_of(report.get("error"))
+        self._known[question] = report
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return report
+
+    async def _run(self, path: Path, bindings: str) -> dict[str, Any]:
+        command = [*self._command, str(path), *(["--bind", bindings] if bindings else [])]
+        async with self._slots:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    assert process.stdout is not None
+                    output = await _read_all(process.stdout)
+                    if output is None:
+                        return _refusal(f"the model's description is longer than {_MAX_OUTPUT_BYTES} bytes")
+                    code = await process.wait()
+            except TimeoutError:
+                return _refusal(
+                    f"the model could not be read within {self._timeout_s:g} s; simplify it, or split it in parts"
+                )
+            finally:
+                # The whole group, whatever became of its leader: nothing that a model started outlives the question.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if code < 0:
+            return _refusal(f"the model crashed the parser (signal {-code}, {_signal_name(-code)}); check the file")
+        try:
+            report = json.loads(output)
+        except ValueError:
+            report = None
+        if not isinstance(report, dict):
+            log.warning("inspector_gave_no_answer", command=command, code=code, output=output[:200])
+            return _refusal(f"the model's parser ended with code {code} and no answer; check the file")
+        return report
+
+
+async def _read_all(stream: asyncio.StreamReader) -> bytes | None:
+    """Everything up to the end, or None as soon as it is too much."""
+    chunks, size = [], 0
+    while chunk := await stream.read(65536):
+        size += len(chunk)
+        if size > _MAX_OUTPUT_BYTES:
+            return None
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _refusal(message: str) -> dict[str, Any]:
+    return {"ok": False, "error": {"type": "InvalidModel", "message": message, "field": "model"}}
+
+
+def _error_of(error: Any) -> InvalidRequest:
+    """The error that the process reports; one that it reports wrongly is an InvalidModel too."""
+    match error:
+        case {"type": "UnsupportedOperator", "message": str(message), "operator": str(operator)}:
+            opset = error.get("opset")
+            return UnsupportedOperator(
+                message,
+                operator=operator,
+                node=str(error.get("node") or ""),
+                opset=opset if isinstance(opset, int) else 0,
+                field=str(error.get("field") or "model"),
+            )
+        case {"type": "ShapeMismatch", "message": str(message)}:
+            return ShapeMismatch(message, field=str(error.get("field") or "inputs"))
+        case {"type": "UnsupportedOption", "message": str(message)}:
+            return UnsupportedOption(message, field=str(error.get("field") or "model"))
+        case {"message": str(message)}:
+            return InvalidModel(message, field=str(error.get("field") or "model"))
+    return InvalidModel("the model's parser gave an answer that makes no sense; check the file")

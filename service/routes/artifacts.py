@@ -1,0 +1,64 @@
+"""Published libraries: found by key, or by what the key is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from service.byteserving import serve
+from service.problems import shorten
+from service.resolve import artifact_of, check_library, key_for, known_device, known_model, open_library
+from service.schemas import ArtifactQuery, QuantizationIn, manifest_of
+from service.services import ServicesDep
+from tuning_db.errors import BlobCorrupt, CacheMiss, InvalidRequest, NotFound
+from tuning_db.keys import BuildOptions, TensorSpec
+
+router = APIRouter(tags=["artifacts"])
+
+#: A key's library may be replaced by a faster one, so it is asked for again each time; a blob is what its name says.
+_REVALIDATE = "no-cache"
+_FOR_EVER = "public, max-age=31536000, immutable"
+
+
+@router.get("/v1/artifacts")
+def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDep) -> dict[str, Any]:
+    """The manifest under the key that these fields make, or a problem that names the nearest stored keys."""
+    model = known_model(services.store, query.model)
+    device = known_device(services.store, query.device)
+    inputs: dict[str, dict[str, Any]] = {}
+    for text in query.input:
+        spec = TensorSpec.parse(text)
+        if spec.name in inputs:
+            raise InvalidRequest(f"input {shorten(spec.name, 80)!r} is given twice", field="input")
+        inputs[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape)}
+    quantization = QuantizationIn(scheme=query.quantization).to_config()
+    key = key_for(model, device, inputs, quantization, BuildOptions(fast_math=query.fast_math))
+    artifact = services.store.find_artifact(key)
+    try:
+        return manifest_of(check_library(services.store, services.blobs, artifact))
+    except CacheMiss:
+        # Forgotten just now: the store can say what is nearest.
+        return manifest_of(check_library(services.store, services.blobs, services.store.find_artifact(key)))
+
+
+@router.get("/v1/artifacts/{key}")
+def get_artifact(key: str, services: ServicesDep) -> dict[str, Any]:
+    return manifest_of(check_library(services.store, services.blobs, artifact_of(services.store, key)))
+
+
+@router.api_route("/v1/artifacts/{key}/library", methods=["GET", "HEAD"])
+def get_library(key: str, request: Request, services: ServicesDep) -> Response:
+    artifact = artifact_of(services.store, key)
+    handle = open_library(services.store, services.blobs, artifact)
+    return serve(request, handle, artifact.library, filename=f"tunery-{key[:16]}.so", cache_control=_REVALIDATE)
+
+
+@router.api_route("/v1/blobs/{sha256}", methods=["GET", "HEAD"])
+def get_blob(sha256: str, request: Request, services: ServicesDep) -> Response:
+    """The bytes of a library or of a model by their SHA-256."""
+    try:
+        handle = services.blobs.open_verified(sha256)
+    except (NotFound, BlobCorrupt):
+        raise NotFound(f"no blob {shorten(sha256, 80)!r} is stored") from None
+    return serve(request, handle, sha256, filename=f"tunery-{sha256[:16]}.bin", cache_control=_FOR_EVER)

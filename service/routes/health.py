@@ -1,0 +1,50 @@
+"""Whether the process lives, and whether it can do its work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from fastapi import APIRouter, Response
+
+from service.services import ServicesDep
+from tuning_db.errors import StorageFull, TuneryError
+
+log = structlog.get_logger()
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process answers. Looks at nothing else, so that a database that is away does not get the API restarted."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+def readyz(services: ServicesDep, response: Response) -> dict[str, str]:
+    """503 while a part is missing. Each part is "ok" or a sentence that says what is wrong."""
+    checks: dict[str, Callable[[], None]] = {
+        "database": services.store.ping,
+        "blobs": lambda: _writable(services.settings.blob_dir),
+        "broker": services.dispatcher.ping,
+    }
+    answer = {}
+    for part, check in checks.items():
+        try:
+            check()
+            answer[part] = "ok"
+        except TuneryError as error:
+            answer[part] = str(error)
+        except Exception:
+            log.exception("readiness_check_failed", part=part)
+            answer[part] = "failed; the service's log says why"
+    if any(value != "ok" for value in answer.values()):
+        response.status_code = 503
+    return answer
+
+
+def _writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageFull(f"{folder} is not writable; check that it exists and who owns it")

@@ -1,0 +1,208 @@
+"""Tuning jobs: submitted, listed, watched, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, TypeVar
+
+import structlog
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import ValidationError
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from service.problems import LocatedNotFound, invalid_request_of, shorten
+from service.resolve import artifact_of, check_library, key_for, known_device, known_model
+from service.routes.models import FILE_PARTS, keep_model
+from service.schemas import Inward, JobIn, JobOut, JobPage, TargetSpecIn
+from service.services import Services, ServicesDep
+from service.uploads import read_body, receive
+from tuning_db.catalog import ModelInfo
+from tuning_db.errors import BlobCorrupt, BrokerUnavailable, CacheMiss, InvalidRequest, NotFound
+from tuning_db.jobs import Job, JobSpec, JobState
+from tuning_db.keys import sha256_json
+from tuning_db.store import Submission
+
+log = structlog.get_logger()
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+Body = TypeVar("Body", bound=Inward)
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": JobIn.model_json_schema(ref_template="#/components/schemas/{model}")},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "model": {"type": "string", "format": "binary"},
+                        "spec": {"type": "string", "description": "the JSON of a submission without its `model`"},
+                    },
+                    "required": ["model", "spec"],
+                }
+            },
+        },
+    }
+}
+
+
+@router.post("", status_code=201, openapi_extra=_BODY)
+async def submit_job(
+    request: Request,
+    response: Response,
+    services: ServicesDep,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> JobOut:
+    """201 for a new job, 200 for the job that already answers: running, or finished with its library."""
+    if idempotency_key is not None and re.fullmatch(r"[\x21-\x7e]{1,200}", idempotency_key) is None:
+        raise InvalidRequest(
+            "Idempotency-Key must be 1 to 200 visible ASCII characters without spaces", field="Idempotency-Key"
+        )
+    if request.headers.get("content-type", "").lower().startswith("multipart/"):
+        async with receive(
+            request,
+            services.blobs,
+            file_parts=FILE_PARTS[:1],
+            text_parts=("spec",),
+            max_bytes=services.settings.max_upload_bytes,
+        ) as upload:
+            if "spec" not in upload.fields:
+                raise InvalidRequest("the JSON part 'spec' is missing", field="spec")
+            wanted = _parse(TargetSpecIn, upload.fields["spec"])
+            wanted.refuse_unsupported()
+            wanted.search.to_config()
+            model, _ = await keep_model(services, upload)
+    else:
+        body = _parse(JobIn, await read_body(request))
+        wanted = body
+        model = await run_in_threadpool(known_model, services.store, body.model)
+    submission, cached = await _submit(services, model, wanted, idempotency_key)
+    response.status_code = 201 if submission.created else 200
+    response.headers["location"] = f"/v1/jobs/{submission.job.id}"
+    return JobOut.of(submission.job, cached=cached)
+
+
+@router.get("")
+def list_jobs(
+    request: Request,
+    services: ServicesDep,
+    state: Annotated[list[JobState] | None, Query()] = None,
+    device: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    before: str | None = None,
+) -> JobPage:
+    """Newest first; `next` is the address of the page after this one."""
+    if device is not None:
+        device = known_device(services.store, device).name
+    if before is not None:
+        before = _known_job(services, before, field="before").id
+    jobs = services.store.jobs(states=tuple(state or ()), device=device, limit=limit + 1, before=before)
+    page = jobs[:limit]
+    more = request.url.include_query_params(before=page[-1].id) if len(jobs) > limit else None
+    return JobPage(jobs=[JobOut.of(job) for job in page], next=f"{more.path}?{more.query}" if more else None)
+
+
+@router.get("/{job_id}")
+def get_job(job_id: str, services: ServicesDep) -> JobOut:
+    return JobOut.of(_known_job(services, job_id))
+
+
+@router.post("/{job_id}/cancel")
+def cancel_job(job_id: str, services: ServicesDep) -> JobOut:
+    """A waiting job is CANCELLED at once; a running one by its worker, within seconds."""
+    return JobOut.of(services.store.request_cancel(_known_job(services, job_id).id))
+
+
+@router.get("/{job_id}/events", response_class=EventSourceResponse)
+async def stream_events(
+    job_id: str, services: ServicesDep, last_event_id: Annotated[str | None, Header()] = None
+) -> EventSourceResponse:
+    """Server-sent events: what the worker reports, in order, then one `end` with the job as it then stands."""
+    job = await run_in_threadpool(_known_job, services, job_id)
+    if last_event_id and not re.fullmatch(r"[0-9]{1,9}", last_event_id):
+        raise InvalidRequest("Last-Event-ID is not the id of an event of this stream", field="Last-Event-ID")
+    return EventSourceResponse(_events(services, job.id, int(last_event_id or 0)), ping=15)
+
+
+async def _events(services: Services, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
+    while True:
+        # The job first: events that were written before it ended are then all found by the reading that follows.
+        job = await run_in_threadpool(services.store.job, job_id)
+        while events := await run_in_threadpool(services.store.events, job_id, after=after):
+            for event in events:
+                after = event.seq
+                yield ServerSentEvent(json.dumps(event.data), event=event.type, id=str(event.seq))
+        if job.state.is_final:
+            yield ServerSentEvent(JobOut.of(job).model_dump_json(exclude_none=True), event="end")
+            return
+        await asyncio.sleep(services.settings.event_poll_s)
+
+
+async def _submit(
+    services: Services, model: ModelInfo, wanted: TargetSpecIn, idempotency_key: str | None
+) -> tuple[Submission, bool]:
+    """The submission, and whether a finished job answered it."""
+    wanted.refuse_unsupported()
+
+    def resolve() -> tuple[JobSpec, bool]:
+        device = known_device(services.store, wanted.device)
+        inputs = {name: value.model_dump(exclude_none=True) for name, value in wanted.inputs.items()}
+        key = key_for(model, device, inputs, wanted.quantization.to_config(), wanted.options.to_options())
+        try:
+            check_library(services.store, services.blobs, artifact_of(services.store, key.digest()))
+        except CacheMiss:
+            return JobSpec(key, wanted.search.to_config()), False
+        return JobSpec(key, wanted.search.to_config()), True
+
+    spec, built_before = await run_in_threadpool(resolve)
+    if not built_before:
+        # What was built once needs no second look; a hit costs no process.
+        try:
+            path = await run_in_threadpool(services.blobs.path_verified, model.blob)
+        except (NotFound, BlobCorrupt):
+            raise LocatedNotFound(
+                "the model's stored bytes are damaged or gone; upload it again with POST /v1/models", field="model"
+            ) from None
+        await services.inspector.check(path, model.blob, spec.key.inputs)
+    request_digest = sha256_json({"model": model.digest, **_canonical(wanted)})
+    submission = await run_in_threadpool(
+        services.store.submit,
+        spec,
+        idempotency=(idempotency_key, request_digest) if idempotency_key is not None else None,
+        max_queued=services.settings.max_queued,
+    )
+    if submission.created:
+        try:
+            await run_in_threadpool(services.dispatcher.send, submission.job)
+        except BrokerUnavailable as error:
+            # Stored is stored: the sweep sends it when the broker is back.
+            log.warning("broker_unavailable", job=submission.job.id, reason=str(error))
+    return submission, not submission.created and submission.job.state is JobState.SUCCEEDED
+
+
+def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:
+    return wanted.model_dump(mode="json", exclude={"model"})
+
+
+def _parse(kind: type[Body], body: bytes) -> Body:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_request_of(error) from None
+
+
+def _known_job(services: Services, job_id: str, *, field: Literal["before"] | None = None) -> Job:
+    try:
+        if re.fullmatch(r"[0-9a-f]{32}", job_id) is None:
+            raise NotFound("a job's id is 32 lower-case hexadecimal digits")
+        return services.store.job(job_id)
+    except NotFound:
+        message = f"no job {shorten(job_id, 80)!r}; GET /v1/jobs lists those there are"
+        if field is not None:
+            raise LocatedNotFound(message, field=field) from None
+        raise NotFound(message) from None

@@ -1,0 +1,284 @@
+"""The JSON of the HTTP contract: what comes in is parsed into domain values here, what goes out is spelled here."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
+from tuning_db.errors import InvalidRequest, UnsupportedOption
+from tuning_db.jobs import Job, SearchConfig
+from tuning_db.keys import BuildOptions, QuantizationConfig, to_json
+
+#: Wide enough for every legal number; what is out of range gets the domain's own sentence, and no message holds
+#: thousands of digits.
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Digest = Annotated[str, Field(max_length=256)]
+
+SCHEMES = ("none", "fp16", "int8")
+
+
+class Inward(BaseModel):
+    """Unknown fields are refused by name: a misspelled option must not quietly mean the default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class InputIn(Inward):
+    shape: Annotated[list[Whole], Field(max_length=64)]
+    dtype: Annotated[str, Field(max_length=32)] | None = None
+
+
+class QuantizationIn(Inward):
+    scheme: Annotated[str, Field(max_length=32)] = "none"
+
+    def to_config(self) -> QuantizationConfig:
+        if self.scheme not in SCHEMES:
+            raise InvalidRequest(
+                f"quantization.scheme {self.scheme!r} is not one of {', '.join(map(repr, SCHEMES))}",
+                field="quantization.scheme",
+            )
+        return QuantizationConfig(self.scheme)
+
+
+class SearchIn(Inward):
+    tuner: Annotated[str, Field(max_length=32)] = "ansor"
+    trials: Whole = 200
+    seconds: float = 900.0
+    seed: Whole = 0
+
+    def to_config(self) -> SearchConfig:
+        return SearchConfig(self.tuner, self.trials, self.seconds, self.seed)
+
+
+class OptionsIn(Inward):
+    fast_math: bool = False
+
+    def to_options(self) -> BuildOptions:
+        return BuildOptions(fast_math=self.fast_math)
+
+
+class DeviceIn(Inward):
+    """A device by what it is. Each attribute given must match; features given must all be among the device's."""
+
+    kind: Name | None = None
+    vendor: Name | None = None
+    model: Name | None = None
+    arch: Name | None = None
+    features: Annotated[list[Name], Field(max_length=512)] | None = None
+    cores: Whole | None = None
+    cache_bytes: Annotated[list[Whole], Field(max_length=8)] | None = None
+    board: Name | None = None
+    memory_bytes: Whole | None = None
+    driver: Name | None = None
+
+    def matches(self, device: Device) -> bool:
+        for name, wanted in self.model_dump(exclude_none=True).items():
+            actual = getattr(device.identity, name)
+            if name == "features":
+                if not set(wanted) <= set(actual):
+                    return False
+            elif (tuple(wanted) if isinstance(wanted, list) else wanted) != actual:
+                return False
+        return True
+
+
+DeviceChoice = Annotated[
+    Annotated[Name, Tag("by-name")] | Annotated[DeviceIn, Tag("by-attributes")],
+    # Without it, a misspelled attribute would be reported as "not a string".
+    Discriminator(lambda value: "by-name" if isinstance(value, str) else "by-attributes"),
+]
+Inputs = Annotated[dict[Annotated[str, Field(max_length=1024)], InputIn], Field(max_length=256)]
+
+
+class TargetSpecIn(Inward):
+    """What a library is wanted for. The part `spec` of a one-request submission, whose model is another part."""
+
+    device: DeviceChoice | None = None
+    inputs: Inputs = {}
+    quantization: QuantizationIn = QuantizationIn()
+    search: SearchIn = SearchIn()
+    options: OptionsIn = OptionsIn()
+
+    def refuse_unsupported(self) -> None:
+        """Raises UnsupportedOption for what can be asked for by key but not yet be made."""
+        if self.quantization.to_config().scheme != "none":
+            raise UnsupportedOption(
+                f'quantization.scheme {self.quantization.scheme!r} is not available in this version; use "none"',
+                field="quantization.scheme",
+            )
+        if self.options.fast_math:
+            raise UnsupportedOption(
+                "options.fast_math is not available in this version; leave it out or give false",
+                field="options.fast_math",
+            )
+
+
+class JobIn(TargetSpecIn):
+    """A submission of a model that has been uploaded before."""
+
+    model: Digest
+
+
+class ArtifactQuery(BaseModel):
+    """A key spelled as a query. `input` is repeated, one for each input: NAME:DTYPE[1,3,224,224]."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Digest
+    device: Name | None = None
+    input: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=256)] = []
+    quantization: Annotated[str, Field(max_length=32)] = "none"
+    fast_math: bool = False
+
+
+class PortOut(BaseModel):
+    """A dimension is a size, a symbol's name, or null: unknown."""
+
+    name: str
+    dtype: str
+    shape: list[int | str | None]
+
+    @classmethod
+    def of(cls, port: PortSpec) -> Self:
+        return cls(name=port.name, dtype=port.dtype, shape=list(port.shape))
+
+
+class ModelOut(BaseModel):
+    digest: str
+    format: str
+    bytes: int
+    inputs: list[PortOut]
+    outputs: list[PortOut]
+
+    @classmethod
+    def of(cls, model: ModelInfo) -> Self:
+        return cls(
+            digest=model.digest,
+            format=model.format,
+            bytes=model.size_bytes,
+            inputs=[PortOut.of(port) for port in model.inputs],
+            outputs=[PortOut.of(port) for port in model.outputs],
+        )
+
+
+class JobErrorOut(BaseModel):
+    kind: str
+    message: str
+
+
+class JobLinks(BaseModel):
+    self: str
+    events: str
+    cancel: str
+    artifact: str
+    library: str
+
+
+class JobOut(BaseModel):
+    id: str
+    state: Literal["QUEUED", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
+    key: str
+    spec: dict[str, Any]
+    attempt: int
+    trials_measured: int
+    cancel_requested: bool
+    created_at: dt.datetime
+    updated_at: dt.datetime
+    error: JobErrorOut | None = None
+    cached: bool | None = None  #: in the answer to a submission: whether a finished job answered it
+    links: JobLinks
+
+    @classmethod
+    def of(cls, job: Job, *, cached: bool | None = None) -> Self:
+        key = job.spec.key
+        digest = key.digest()
+        return cls(
+            id=job.id,
+            state=job.state.value,
+            key=digest,
+            spec={
+                "model": key.model,
+                "device": key.device.name,
+                "target": key.target,
+                "inputs": {i.name: {"dtype": i.dtype, "shape": list(i.shape)} for i in key.inputs},
+                "quantization": to_json(key.quantization),
+                "options": to_json(key.options),
+                "toolchain": to_json(key.toolchain),
+                "search": to_json(job.spec.search),
+            },
+            attempt=job.attempt,
+            trials_measured=job.trials_measured,
+            cancel_requested=job.cancel_requested,
+            created_at=job.created_at,
+            updated_at=job.updated_at,
+            error=JobErrorOut(kind=job.error.kind, message=job.error.message) if job.error else None,
+            cached=cached,
+            links=JobLinks(
+                self=f"/v1/jobs/{job.id}",
+                events=f"/v1/jobs/{job.id}/events",
+                cancel=f"/v1/jobs/{job.id}/cancel",
+                artifact=f"/v1/artifacts/{digest}",
+                library=f"/v1/artifacts/{digest}/library",
+            ),
+        )
+
+
+class JobPage(BaseModel):
+    jobs: list[JobOut]
+    next: str | None = None  #: the address of the next page, while there is one
+
+
+class DeviceOut(BaseModel):
+    name: str
+    identity: dict[str, Any]
+    target: str
+    toolchain: dict[str, Any]
+    last_seen: dt.datetime
+    workers: int
+    busy: int
+    queued: int
+
+    @classmethod
+    def of(cls, device: Device) -> Self:
+        identity, toolchain = to_json(device.identity), to_json(device.toolchain)
+        assert isinstance(identity, dict)
+        assert isinstance(toolchain, dict)
+        return cls(
+            name=device.name,
+            identity=identity,
+            target=device.target,
+            toolchain=toolchain,
+            last_seen=device.last_seen,
+            workers=device.workers,
+            busy=device.busy,
+            queued=device.queued,
+        )
+
+
+class DeviceList(BaseModel):
+    devices: list[DeviceOut]
+
+
+def manifest_of(artifact: Artifact) -> dict[str, Any]:
+    """The worker's manifest, with what the store knows best: the key, the revision, and where the bytes are."""
+    digest = artifact.key.digest()
+    return {
+        **artifact.manifest,
+        "key": digest,
+        "key_fields": artifact.key.to_json(),
+        "revision": artifact.revision,
+        "library": {"sha256": artifact.library, "bytes": artifact.size_bytes},
+        "latency_s": artifact.latency_s,
+        "job": artifact.job_id,
+        "created_at": artifact.created_at.isoformat(),
+        "links": {
+            "self": f"/v1/artifacts/{digest}",
+            "library": f"/v1/artifacts/{digest}/library",
+            "blob": f"/v1/blobs/{artifact.library}",
+            "job": f"/v1/jobs/{artifact.job_id}",
+        },
+    }

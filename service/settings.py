@@ -1,0 +1,48 @@
+"""What the API process is told from outside: environment variables that begin with TUNERY_."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tuning_db.messages import EMBEDDED_BROKER
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseSettings):
+    """Read once at start; every field has a default that works on one machine with nothing else installed."""
+
+    model_config = SettingsConfigDict(env_prefix="TUNERY_", frozen=True, extra="forbid")
+
+    data_dir: Path = Path(".tunery")
+    database_url: str = ""  #: empty: SQLite under `data_dir`
+    broker_url: str = EMBEDDED_BROKER
+    max_upload_bytes: Annotated[int, Field(gt=0)] = 2 * 2**30
+    max_queued: Annotated[int, Field(gt=0)] = 10_000  #: jobs that may wait for one device
+
+    inspector: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.inspect")
+    inspector_timeout_s: Seconds = 30.0
+    inspectors_at_once: Annotated[int, Field(gt=0)] = 2
+
+    sweep_interval_s: Seconds = 5.0
+    heartbeat_timeout_s: Seconds = 30.0
+    unclaimed_after_s: Seconds = 30.0
+    max_attempts: Annotated[int, Field(gt=0)] = 3
+    event_poll_s: Seconds = 0.5  #: how often a stream of events looks for new ones
+
+    @model_validator(mode="after")
+    def _place_database(self) -> Self:
+        data_dir = self.data_dir.absolute()
+        object.__setattr__(self, "data_dir", data_dir)
+        if not self.database_url:
+            object.__setattr__(self, "database_url", f"sqlite:///{data_dir / 'tunery.db'}")
+        return self
+
+    @property
+    def blob_dir(self) -> Path:
+        return self.data_dir / "blobs"
