@@ -3,15 +3,62 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
+import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from tuning_db.catalog import Artifact, Device, ModelInfo
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+
+from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
+from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
+from tuning_db.errors import (
+    CacheMiss,
+    DatabaseUnavailable,
+    IdempotencyConflict,
+    InvalidRequest,
+    NotFound,
+    ProcessDied,
+    QueueFull,
+    StaleAttempt,
+    TuneryError,
+    UnknownDevice,
+)
 from tuning_db.jobs import Claim, Job, JobError, JobEvent, JobSpec, JobState
-from tuning_db.keys import ArtifactKey, DeviceIdentity, Json, NearestKey, RecordScope, Toolchain
-from tuning_db.trials import Trial, Workload
+from tuning_db.keys import ArtifactKey, DeviceIdentity, Json, RecordScope, Toolchain, nearest, to_json
+from tuning_db.migrations import check_connection, check_schema
+from tuning_db.models import (
+    ArtifactRow,
+    Base,
+    DeviceRow,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    ModelRow,
+    ScopeRow,
+    TrialRow,
+    WorkloadRow,
+)
+from tuning_db.trials import Failed, FailureKind, Measured, Trial, Workload, trace_digest
 
 Clock = Callable[[], dt.datetime]
+T = TypeVar("T")
+
+#: A worker reports its device every 20 s; one that has missed three reports is not counted as a slot.
+WORKER_SEEN_WITHIN: Final = dt.timedelta(seconds=60)
+#: A worker that has been silent for this long is forgotten when another one reports the same device.
+WORKER_FORGOTTEN_AFTER: Final = dt.timedelta(days=1)
+#: A miss compares the wanted key with so many stored ones, newest first.
+NEAREST_AMONG: Final = 1000
+_STREAM_ROWS: Final = 500
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +85,123 @@ class TuningStore:
     older or newer than this code is an error that says which command to run.
     """
 
-    def __init__(self, url: str, *, clock: Clock | None = None) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, url: str, *, clock: Clock | None = None) -> None:
+        self._url = parse_url(url)
+        self._clock: Clock = clock or (lambda: dt.datetime.now(dt.UTC))
+        check_schema(url)
+        self._engine = open_engine(self._url)
+        self._writer = writer(self._engine)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
     def ping(self) -> None:
         """Raises if the database does not answer or its schema is not this code's. Writes nothing."""
+        path = sqlite_path(self._url)
+        if path is not None and not path.exists():
+            # The open connections would go on in a file without a name, and new ones would make an empty one.
+            raise DatabaseUnavailable(f"the database's file {path} is gone; put it back, then restart")
+        self._read(lambda session: check_connection(session.connection()))
 
     # models
     def add_model(self, model: ModelInfo) -> bool:
         """Remember an uploaded model; False if its digest is known already (the first upload's bytes stay)."""
 
+        def write(session: Session) -> bool:
+            row = {
+                "digest": model.digest,
+                "blob": model.blob,
+                "format": model.format,
+                "size_bytes": model.size_bytes,
+                "inputs": to_json(model.inputs),
+                "outputs": to_json(model.outputs),
+                "created_at": self._clock(),
+            }
+            return self._insert_new(session, ModelRow, [row]) == 1
+
+        return self._write(write)
+
     def model(self, digest: str) -> ModelInfo:
         """NotFound if nobody uploaded it."""
 
+        def read(session: Session) -> ModelInfo:
+            row = session.get(ModelRow, digest)
+            if row is None:
+                raise NotFound(f"no model {digest!r} is stored; upload it first")
+            return ModelInfo(
+                digest=row.digest,
+                blob=row.blob,
+                format=row.format,
+                size_bytes=row.size_bytes,
+                inputs=tuple(map(PortSpec.from_json, row.inputs)),
+                outputs=tuple(map(PortSpec.from_json, row.outputs)),
+            )
+
+        return self._read(read)
+
     # devices
-    def report_device(
-        self, worker: str, identity: DeviceIdentity, target: str, toolchain: Toolchain
-    ) -> None:
+    def report_device(self, worker: str, identity: DeviceIdentity, target: str, toolchain: Toolchain) -> None:
         """A worker says what it is attached to: at its start, and again every 20 s while it lives."""
 
-    def devices(self) -> list[Device]: ...
+        def write(session: Session) -> None:
+            now = self._clock()
+            report = {
+                "identity": to_json(identity),
+                "target": target,
+                "toolchain": to_json(toolchain),
+                "last_seen": now,
+            }
+            statement = self._insert(DeviceRow).values(name=identity.name, worker=worker, **report)
+            session.execute(statement.on_conflict_do_update(index_elements=["name", "worker"], set_=report))
+            # Workers are named anew at each start, so without this the list of the dead would only grow.
+            session.execute(
+                delete(DeviceRow).where(
+                    DeviceRow.name == identity.name,
+                    DeviceRow.worker != worker,
+                    DeviceRow.last_seen < now - WORKER_FORGOTTEN_AFTER,
+                )
+            )
+
+        self._write(write)
+
+    def devices(self) -> list[Device]:
+        return self._read(self._devices)
+
     def device(self, name: str) -> Device:
         """UnknownDevice, with the names that are known."""
+
+        def read(session: Session) -> Device:
+            known = {device.name: device for device in self._devices(session)}
+            if name not in known:
+                names = ", ".join(known) or "none yet: start a worker on it with: tunery worker"
+                raise UnknownDevice(f"no worker has reported a device {name!r}; known: {names}", candidates=[*known])
+            return known[name]
+
+        return self._read(read)
+
+    def _devices(self, session: Session) -> list[Device]:
+        counted = session.execute(
+            select(JobRow.device, JobRow.state, func.count())
+            .where(JobRow.state.in_([JobState.QUEUED.value, JobState.RUNNING.value]))
+            .group_by(JobRow.device, JobRow.state)
+        )
+        jobs = {(device, state): count for device, state, count in counted}
+        by_name: dict[str, list[DeviceRow]] = {}
+        for row in session.scalars(select(DeviceRow).order_by(DeviceRow.name, DeviceRow.last_seen, DeviceRow.worker)):
+            by_name.setdefault(row.name, []).append(row)
+        alive_since = self._clock() - WORKER_SEEN_WITHIN
+        return [
+            Device(
+                identity=DeviceIdentity.from_json(reports[-1].identity),
+                target=reports[-1].target,
+                toolchain=Toolchain.from_json(reports[-1].toolchain),
+                last_seen=reports[-1].last_seen,
+                workers=sum(report.last_seen >= alive_since for report in reports),
+                busy=jobs.get((name, JobState.RUNNING.value), 0),
+                queued=jobs.get((name, JobState.QUEUED.value), 0),
+            )
+            for name, reports in by_name.items()
+        ]
 
     # jobs, as the API sees them
     def submit(
@@ -70,68 +213,610 @@ class TuningStore:
         newest SUCCEEDED job of that key whose budget covers the request, if its artifact is still there.
         `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same job
         again, whatever has become of it; the same key with another body raises IdempotencyConflict.
-        Twenty calls at once make one job.
+        Twenty calls at once make one job. QueueFull instead of a new job when `max_queued` jobs wait already.
         """
+        if idempotency is not None and not 0 < len(idempotency[0]) <= 255:
+            raise InvalidRequest("an Idempotency-Key has 1 to 255 characters", field="Idempotency-Key")
 
-    def job(self, job_id: str) -> Job: ...
-    def jobs(self, *, states: Sequence[JobState] = (), device: str | None = None, limit: int = 50,
-             before: str | None = None) -> list[Job]:
+        # Two calls that both find nothing both insert; the unique indexes let one through, and the other is run
+        # again from its start (`_write`), where it finds the job of the first.
+        def write(session: Session) -> Submission:
+            if idempotency is not None:
+                known = session.get(IdempotencyRow, idempotency[0])
+                if known is not None:
+                    if known.body_sha256 != idempotency[1]:
+                        raise IdempotencyConflict(
+                            f"Idempotency-Key {idempotency[0]!r} came before with another body, for job "
+                            f"{known.job_id}; use a new key for a new request"
+                        )
+                    return Submission(_job(_job_row(session, known.job_id)), created=False)
+            row = self._answering(session, spec)
+            created = row is None
+            if row is None:
+                row = self._new_job(session, spec, max_queued)
+            if idempotency is not None:
+                session.add(
+                    IdempotencyRow(
+                        key=idempotency[0], body_sha256=idempotency[1], job_id=row.id, created_at=self._clock()
+                    )
+                )
+            session.flush()
+            return Submission(_job(row), created)
+
+        return self._write(write)
+
+    def _answering(self, session: Session, spec: JobSpec) -> JobRow | None:
+        digest = spec.key.digest()
+        of_key = select(JobRow).where(JobRow.key_digest == digest)
+        active = session.scalars(of_key.where(_is_active())).one_or_none()
+        if active is not None:
+            return active
+        if session.get(ArtifactRow, digest) is None:
+            return None
+        succeeded = of_key.where(JobRow.state == JobState.SUCCEEDED.value).order_by(JobRow.number.desc())
+        for row in session.scalars(succeeded):
+            job = _readable_job(row)
+            if job is not None and job.spec.search.covers(spec.search):
+                return row
+        return None
+
+    def _new_job(self, session: Session, spec: JobSpec, max_queued: int | None) -> JobRow:
+        if max_queued is not None:
+            # Not exact when several ask at the same moment: it keeps a flood out, it does not count heads.
+            waiting = session.scalar(
+                select(func.count()).select_from(JobRow).where(JobRow.state == JobState.QUEUED.value)
+            )
+            if waiting is not None and waiting >= max_queued:
+                raise QueueFull(f"{waiting} jobs are waiting already; this service takes no more now, try again later")
+        now = self._clock()
+        row = JobRow(
+            id=uuid.uuid4().hex,
+            key_digest=spec.key.digest(),
+            device=spec.key.device.name,
+            spec=spec.to_json(),
+            state=JobState.QUEUED.value,
+            attempt=0,
+            lost=0,
+            created_at=now,
+            updated_at=now,
+            cancel_requested=False,
+            trials_measured=0,
+            events=1,
+            woken_at=now,
+        )
+        session.add(row)
+        session.flush()
+        session.add(_state_event(row))
+        return row
+
+    def job(self, job_id: str) -> Job:
+        return self._read(lambda session: _job(_job_row(session, job_id)))
+
+    def jobs(
+        self, *, states: Sequence[JobState] = (), device: str | None = None, limit: int = 50, before: str | None = None
+    ) -> list[Job]:
         """Newest first; `before` is the id of the last job of the page before."""
+
+        def read(session: Session) -> list[Job]:
+            statement = select(JobRow).order_by(JobRow.number.desc()).limit(limit)
+            if states:
+                statement = statement.where(JobRow.state.in_([state.value for state in states]))
+            if device is not None:
+                statement = statement.where(JobRow.device == device)
+            if before is not None:
+                statement = statement.where(JobRow.number < _job_row(session, before).number)
+            return [job for row in session.scalars(statement) if (job := _readable_job(row)) is not None]
+
+        return self._read(read)
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 500) -> list[JobEvent]:
         """Events with seq > `after`, in order. Reads only."""
+
+        def read(session: Session) -> list[JobEvent]:
+            rows = session.scalars(
+                select(EventRow)
+                .where(EventRow.job_id == job_id, EventRow.seq > after)
+                .order_by(EventRow.seq)
+                .limit(limit)
+            )
+            return [JobEvent(row.job_id, row.seq, row.type, row.data, row.at) for row in rows]
+
+        return self._read(read)
 
     def request_cancel(self, job_id: str) -> Job:
         """QUEUED becomes CANCELLED at once; RUNNING is marked, and its worker ends it; final ones: IllegalTransition,
         except that cancelling a CANCELLED job is the same answer again."""
 
+        def write(session: Session) -> Job:
+            row = _job_row(session, job_id, lock=True)
+            state = JobState(row.state)
+            if state is JobState.CANCELLED:
+                return _job(row)
+            state.to(JobState.CANCELLED)
+            if state is JobState.RUNNING:
+                if not row.cancel_requested:
+                    row.cancel_requested = True
+                    row.updated_at = self._clock()
+                    session.flush()
+                return _job(row)
+            cancelled = self._move(session, row.id, [], JobState.CANCELLED, cancel_requested=True)
+            assert cancelled is not None, "the row is locked"
+            return _job(cancelled)
+
+        return self._write(write)
+
     # jobs, as their worker sees them
     def claim(self, job_id: str, worker: str) -> tuple[Claim, Job] | None:
         """Compare-and-set QUEUED → RUNNING with attempt + 1; None when it is not QUEUED: a lost race ends quietly."""
 
+        def write(session: Session) -> tuple[Claim, Job] | None:
+            row = self._move(
+                session,
+                job_id,
+                [JobRow.state == JobState.QUEUED.value],
+                JobState.RUNNING,
+                attempt=JobRow.attempt + 1,
+                claimed_by=worker,
+                heartbeat_at=self._clock(),
+            )
+            return None if row is None else (Claim(row.id, row.attempt), _job(row))
+
+        return self._write(write)
+
     def heartbeat(self, claim: Claim) -> bool:
         """True if a cancel was requested. StaleAttempt if the claim is no longer the newest or the job has ended."""
+        return self._write(lambda session: self._touch(session, claim, heartbeat_at=self._clock()).cancel_requested)
 
-    def append_event(self, claim: Claim, type: str, data: Mapping[str, Json]) -> None: ...
+    def append_event(self, claim: Claim, type: str, data: Mapping[str, Json]) -> None:
+        def write(session: Session) -> None:
+            row = self._touch(session, claim, events=JobRow.events + 1)
+            session.add(EventRow(job_id=row.id, seq=row.events, type=type, data=dict(data), at=self._clock()))
+
+        self._write(write)
+
     def put_workloads(self, scope: RecordScope, workloads: Sequence[Workload]) -> None:
         """Idempotent. Rows are written in the order of their digests, so that two jobs cannot deadlock."""
+
+        def write(session: Session) -> None:
+            now = self._clock()
+            digest = scope.digest()
+            self._insert_new(session, ScopeRow, [{"digest": digest, "data": to_json(scope), "created_at": now}])
+            rows = {
+                workload.digest: {
+                    "scope": digest,
+                    "digest": workload.digest,
+                    "structural_hash": workload.structural_hash,
+                    "module": workload.module,
+                    "created_at": now,
+                }
+                for workload in workloads
+            }
+            self._insert_new(session, WorkloadRow, [rows[name] for name in sorted(rows)])
+
+        self._write(write)
 
     def add_trials(self, claim: Claim, scope: RecordScope, trials: Sequence[Trial]) -> None:
         """Store outcomes; a (workload, trace) already there stays as it is. StaleAttempt as above.
 
-        Every trial given is counted in the job's `trials_measured`, in the same transaction.
+        Every trial given is counted in the job's `trials_measured`, in the same transaction. NotFound for a workload
+        that was not put into the scope before.
         """
+
+        def write(session: Session) -> None:
+            now = self._clock()
+            self._touch(session, claim, trials_measured=JobRow.trials_measured + len(trials), updated_at=now)
+            numbers = _workload_numbers(session, scope, {trial.workload for trial in trials})
+            rows: dict[tuple[str, str], dict[str, Any]] = {}
+            for trial in trials:
+                if trial.workload not in numbers:
+                    raise NotFound(f"workload {trial.workload} is not in this scope; call put_workloads first")
+                row = {
+                    "workload": numbers[trial.workload],
+                    "trace_digest": trial.trace_digest,
+                    "trace": trial.trace,
+                    "job_id": claim.job_id,
+                    "created_at": now,
+                }
+                match trial.outcome:
+                    case Measured(run_s):
+                        row |= {"run_s": list(run_s), "kind": None, "message": None}
+                    case Failed(kind, message):
+                        row |= {"run_s": None, "kind": kind.value, "message": _plain(message)}
+                rows.setdefault((trial.workload, trial.trace_digest), row)
+            self._insert_new(session, TrialRow, [rows[name] for name in sorted(rows)])
+
+        self._write(write)
 
     def trials(self, scope: RecordScope, workloads: Sequence[str]) -> Iterator[Trial]:
         """All stored outcomes of these workloads (digests) within exactly this scope. A row whose workload or trace
-        no longer matches its digest is left out and logged: an edited row is never used."""
+        no longer matches its digest is left out and logged: an edited row is never used.
 
-    def publish(self, claim: Claim, artifact_blob: tuple[str, int], latency_s: float,
-                manifest: Mapping[str, Json]) -> Artifact:
+        They are those of one moment, however long the reading takes; close the iterator if it is not read to its end.
+        """
+        with domain_errors(self._url), Session(self._engine) as session:
+            names: dict[int, str] = {}
+            rows = session.scalars(
+                select(WorkloadRow).where(WorkloadRow.scope == scope.digest(), WorkloadRow.digest.in_(set(workloads)))
+            )
+            for row in rows:
+                if Workload(row.structural_hash, row.module).digest == row.digest:
+                    names[row.number] = row.digest
+                else:
+                    _log.error("workload %s was edited in the database; its records are not used", row.digest)
+            # Plain columns, fetched in portions: a hundred thousand of them do not become a hundred thousand objects.
+            found = session.execute(
+                select(
+                    TrialRow.workload,
+                    TrialRow.trace_digest,
+                    TrialRow.trace,
+                    TrialRow.run_s,
+                    TrialRow.kind,
+                    TrialRow.message,
+                )
+                .where(TrialRow.workload.in_(names))
+                .order_by(TrialRow.workload, TrialRow.trace_digest),
+                execution_options={"yield_per": _STREAM_ROWS},
+            )
+            with closing(found):
+                for number, digest, trace, run_s, kind, message in found:
+                    if trace_digest(trace) != digest:
+                        _log.error("trace %s was edited in the database; it is not used", digest)
+                        continue
+                    try:
+                        outcome = Failed(FailureKind(kind), message) if run_s is None else Measured(tuple(run_s))
+                    except ValueError:
+                        _log.warning("trace %s failed with %r, which this version does not know", digest, kind)
+                        continue
+                    yield Trial(names[number], trace, outcome)
+
+    def publish(
+        self, claim: Claim, artifact_blob: tuple[str, int], latency_s: float, manifest: Mapping[str, Json]
+    ) -> Artifact:
         """The job's library under its key, and the job SUCCEEDED, in one transaction.
 
         A slower library than the stored revision leaves that in place (the job still succeeds); a faster one becomes
         the next revision. Returns the artifact that now stands under the key."""
+        if not (math.isfinite(latency_s) and latency_s > 0):
+            raise ValueError(f"latency_s is {latency_s!r}: nothing could ever be compared with it")
 
-    def fail(self, claim: Claim, error: JobError) -> None: ...
-    def mark_cancelled(self, claim: Claim) -> None: ...
+        def write(session: Session) -> Artifact:
+            job = self._end(session, claim, JobState.SUCCEEDED)
+            key = JobSpec.from_json(job.spec).key
+            row = session.get(ArtifactRow, job.key_digest, with_for_update=True)
+            if row is None:
+                row = ArtifactRow(
+                    key_digest=job.key_digest,
+                    model=key.model,
+                    device=key.device.name,
+                    key=key.to_json(),
+                    revision=0,
+                    latency_s=math.inf,
+                )
+                session.add(row)
+            if latency_s < row.latency_s:
+                row.revision += 1
+                row.library, row.size_bytes = artifact_blob
+                row.latency_s = latency_s
+                row.manifest = dict(manifest)
+                row.job_id = job.id
+                row.created_at = self._clock()
+            session.flush()
+            return _artifact(row)
+
+        return self._write(write)
+
+    def fail(self, claim: Claim, error: JobError) -> None:
+        self._write(lambda session: self._end(session, claim, JobState.FAILED, error))
+
+    def mark_cancelled(self, claim: Claim) -> None:
+        self._write(lambda session: self._end(session, claim, JobState.CANCELLED))
+
     def release(self, claim: Claim) -> None:
-        """RUNNING → QUEUED: the worker is shutting down, and another may continue from the records."""
+        """RUNNING → QUEUED: the worker is shutting down, and another may continue from the records.
+
+        RUNNING → CANCELLED if a cancel was requested. The next sweep lists the job as unclaimed, whatever its age,
+        since no message for it is on its way. Such an attempt does not count as a lost one."""
+
+        def write(session: Session) -> None:
+            if self._touch(session, claim).cancel_requested:
+                self._end(session, claim, JobState.CANCELLED)
+            else:
+                self._requeue(session, claim, woken_at=None)
+
+        self._write(write)
 
     def sweep(self, *, heartbeat_timeout_s: float, unclaimed_after_s: float, max_attempts: int) -> Swept:
         """Requeue RUNNING jobs whose heartbeat stopped, or FAIL them (kind ``process-died``) after `max_attempts`;
         a lost RUNNING job with a cancel requested becomes CANCELLED; list QUEUED jobs that nobody took since their
         last `unclaimed_after_s` (each is listed once per such period)."""
 
+        def write(session: Session) -> Swept:
+            now = self._clock()
+            requeued: list[Job] = []
+            unclaimed: list[Job] = []
+            failed: list[Job] = []
+            silent = JobRow.heartbeat_at < now - dt.timedelta(seconds=heartbeat_timeout_s)
+            lost = select(JobRow).where(JobRow.state == JobState.RUNNING.value, silent).order_by(JobRow.number)
+            for row in session.scalars(lost).all():
+                # Each update asks again, under the row's lock: a heartbeat or another sweep may have come between.
+                still = [JobRow.state == JobState.RUNNING.value, JobRow.attempt == row.attempt, silent]
+                times = row.lost + 1
+                if row.cancel_requested:
+                    self._move(session, row.id, still, JobState.CANCELLED, lost=times)
+                elif times >= max_attempts:
+                    error = JobError(
+                        ProcessDied.kind,
+                        f"worker {row.claimed_by} vanished in attempt {row.attempt}, and {times} of {max_attempts} "
+                        "attempts were lost so; look into that worker's log, then submit the job again",
+                    )
+                    moved = self._move(session, row.id, still, JobState.FAILED, error, lost=times)
+                    failed += [] if moved is None else _readable([moved])
+                else:
+                    moved = self._move(session, row.id, still, JobState.QUEUED, lost=times, woken_at=now, **_UNCLAIMED)
+                    requeued += [] if moved is None else _readable([moved])
+            forgotten = or_(JobRow.woken_at.is_(None), JobRow.woken_at < now - dt.timedelta(seconds=unclaimed_after_s))
+            waiting = select(JobRow.id).where(JobRow.state == JobState.QUEUED.value, forgotten).order_by(JobRow.number)
+            for job_id in session.scalars(waiting).all():
+                woken = session.scalars(
+                    update(JobRow)
+                    .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED.value, forgotten)
+                    .values(woken_at=now)
+                    .returning(JobRow),
+                    execution_options=_AS_STORED,
+                ).all()
+                unclaimed += _readable(woken)
+            return Swept(tuple(requeued), tuple(unclaimed), tuple(failed))
+
+        return self._write(write)
+
     # artifacts
     def artifact(self, key_digest: str) -> Artifact:
         """NotFound if there is none."""
+
+        def read(session: Session) -> Artifact:
+            row = session.get(ArtifactRow, key_digest)
+            artifact = None if row is None else _readable_artifact(row)
+            if artifact is None:
+                raise NotFound(f"no artifact is stored under the key {key_digest!r}")
+            return artifact
+
+        return self._read(read)
 
     def find_artifact(self, key: ArtifactKey) -> Artifact:
         """The artifact under exactly this key; the stored key is compared field by field, not by digest alone.
         CacheMiss with the nearest stored keys of the same model, else of the same device, else any."""
 
-    def blob_is_referenced(self, sha256: str) -> bool: ...
+        def read(session: Session) -> Artifact:
+            row = session.get(ArtifactRow, key.digest())
+            artifact = None if row is None else _readable_artifact(row)
+            if artifact is not None and not key.diff(artifact.key):
+                return artifact
+            anyone = select(ArtifactRow.key).order_by(ArtifactRow.created_at.desc()).limit(NEAREST_AMONG)
+            for statement in (
+                anyone.where(ArtifactRow.model == key.model),
+                anyone.where(ArtifactRow.device == key.device.name),
+                anyone,
+            ):
+                stored = [found for data in session.scalars(statement) if (found := _readable_key(data)) is not None]
+                if stored:
+                    break
+            near = nearest(key, stored)
+            why = "; ".join(map(str, near[0].differences)) if near else "nothing is stored yet"
+            raise CacheMiss(f"no library for this key ({why}); submit a job for it with: tunery submit", nearest=near)
+
+        return self._read(read)
+
+    def blob_is_referenced(self, sha256: str) -> bool:
+        def read(session: Session) -> bool:
+            return any(
+                session.scalar(select(exists().where(column == sha256)))
+                for column in (ModelRow.blob, ArtifactRow.library)
+            )
+
+        return self._read(read)
+
     def drop_artifacts_of_blob(self, sha256: str) -> int:
         """Forget artifacts whose library's bytes were found damaged or missing: their keys become misses, and the
         next submit of that key makes a new job, which finds its records and builds the library again."""
+
+        def write(session: Session) -> int:
+            dropped = session.scalars(
+                delete(ArtifactRow).where(ArtifactRow.library == sha256).returning(ArtifactRow.key_digest)
+            )
+            return len(dropped.all())
+
+        return self._write(write)
+
+    # transactions
+    def _read(self, read: Callable[[Session], T]) -> T:
+        return self._run(read, Session(self._engine))
+
+    def _write(self, write: Callable[[Session], T]) -> T:
+        return self._run(write, Session(self._writer))
+
+    def _run(self, work: Callable[[Session], T], session: Session) -> T:
+        """`work` in one transaction; from its start again if it collided with another one, as databases ask for."""
+        collided = Retrying(
+            retry=retry_if_exception(is_collision),
+            wait=wait_random_exponential(multiplier=0.01, max=0.5),
+            stop=stop_after_attempt(20) | stop_after_delay(60),
+            reraise=True,
+        )
+
+        def once() -> T:
+            with session, session.begin():
+                return work(session)
+
+        with domain_errors(self._url):
+            return collided(once)
+
+    # statements
+    def _insert(self, row: type[Base]) -> postgresql.Insert | sqlite.Insert:
+        return postgresql.insert(row) if self._engine.dialect.name == "postgresql" else sqlite.insert(row)
+
+    def _insert_new(self, session: Session, row: type[Base], values: Sequence[Mapping[str, Any]]) -> int:
+        """Insert those that are not there yet, in the order given; how many that were (known for one row only)."""
+        if not values:
+            return 0
+        statement = self._insert(row).on_conflict_do_nothing()
+        return session.connection().execute(statement, values).rowcount
+
+    def _move(
+        self,
+        session: Session,
+        job_id: str,
+        still: Sequence[ColumnElement[bool]],
+        state: JobState,
+        error: JobError | None = None,
+        **values: Any,
+    ) -> JobRow | None:
+        """The one way a job changes its state: compare-and-set, with the event that tells of it. None if `still` no
+        longer holds."""
+        now = self._clock()
+        if error is not None:
+            values |= {"error_kind": error.kind, "error_message": _plain(error.message)}
+        row = session.scalars(
+            update(JobRow)
+            .where(JobRow.id == job_id, *still)
+            .values(state=state.value, updated_at=now, events=JobRow.events + 1, **values)
+            .returning(JobRow),
+            execution_options=_AS_STORED,
+        ).one_or_none()
+        if row is not None:
+            session.add(_state_event(row))
+            session.flush()
+        return row
+
+    def _touch(self, session: Session, claim: Claim, **values: Any) -> JobRow:
+        """Change the job's row, and hold its lock till the end of the transaction, if `claim` still holds the job."""
+        row = session.scalars(
+            update(JobRow)
+            .where(JobRow.id == claim.job_id, *_held(claim))
+            .values({"attempt": JobRow.attempt, **values})
+            .returning(JobRow),
+            execution_options=_AS_STORED,
+        ).one_or_none()
+        if row is None:
+            raise _stale(claim)
+        return row
+
+    def _end(self, session: Session, claim: Claim, state: JobState, error: JobError | None = None) -> JobRow:
+        row = self._move(session, claim.job_id, _held(claim), state, error)
+        if row is None:
+            raise _stale(claim)
+        return row
+
+    def _requeue(self, session: Session, claim: Claim, **values: Any) -> None:
+        if self._move(session, claim.job_id, _held(claim), JobState.QUEUED, **_UNCLAIMED, **values) is None:
+            raise _stale(claim)
+
+
+#: What a job that waits again no longer has.
+_UNCLAIMED: Final[Mapping[str, Any]] = {"claimed_by": None, "heartbeat_at": None}
+#: What an update returns is what the session holds from then on.
+_AS_STORED: Final = {"synchronize_session": False, "populate_existing": True}
+
+
+def _is_active() -> ColumnElement[bool]:
+    return JobRow.state.in_([JobState.QUEUED.value, JobState.RUNNING.value])
+
+
+def _held(claim: Claim) -> list[ColumnElement[bool]]:
+    return [JobRow.state == JobState.RUNNING.value, JobRow.attempt == claim.attempt]
+
+
+def _stale(claim: Claim) -> StaleAttempt:
+    return StaleAttempt(f"attempt {claim.attempt} no longer holds job {claim.job_id}: stop, and write nothing")
+
+
+def _job_row(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
+    statement = select(JobRow).where(JobRow.id == job_id)
+    row = session.scalars(statement.with_for_update() if lock else statement).one_or_none()
+    if row is None:
+        raise NotFound(f"no job {job_id!r}; list them with: tunery jobs")
+    return row
+
+
+def _workload_numbers(session: Session, scope: RecordScope, digests: set[str]) -> dict[str, int]:
+    rows = session.execute(
+        select(WorkloadRow.digest, WorkloadRow.number).where(
+            WorkloadRow.scope == scope.digest(), WorkloadRow.digest.in_(digests)
+        )
+    )
+    return {row.digest: row.number for row in rows}
+
+
+def _state_event(row: JobRow) -> EventRow:
+    data: dict[str, Json] = {"state": row.state, "attempt": row.attempt}
+    if row.error_kind is not None:
+        data["error"] = {"kind": row.error_kind, "message": row.error_message}
+    return EventRow(job_id=row.id, seq=row.events, type="state", data=data, at=row.updated_at)
+
+
+def _job(row: JobRow) -> Job:
+    try:
+        spec = JobSpec.from_json(row.spec)
+    except (TuneryError, ValueError, LookupError, TypeError) as error:
+        raise NotFound(
+            f"job {row.id} was made by another version of Tunery, this one cannot read it: {error}"
+        ) from None
+    return Job(
+        id=row.id,
+        spec=spec,
+        state=JobState(row.state),
+        attempt=row.attempt,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+        claimed_by=row.claimed_by,
+        heartbeat_at=row.heartbeat_at,
+        cancel_requested=row.cancel_requested,
+        trials_measured=row.trials_measured,
+        error=None if row.error_kind is None else JobError(row.error_kind, row.error_message or ""),
+    )
+
+
+def _readable_job(row: JobRow) -> Job | None:
+    """None for a job of another version, which must not keep the list of all the others from being shown."""
+    try:
+        return _job(row)
+    except NotFound as error:
+        _log.warning("%s", error)
+        return None
+
+
+def _readable(rows: Sequence[JobRow]) -> list[Job]:
+    return [job for row in rows if (job := _readable_job(row)) is not None]
+
+
+def _artifact(row: ArtifactRow) -> Artifact:
+    return Artifact(
+        key=ArtifactKey.from_json(row.key),
+        revision=row.revision,
+        library=row.library,
+        size_bytes=row.size_bytes,
+        latency_s=row.latency_s,
+        manifest=row.manifest,
+        job_id=row.job_id,
+        created_at=row.created_at,
+    )
+
+
+def _readable_artifact(row: ArtifactRow) -> Artifact | None:
+    """None if its key is of another version, or was edited so that it is not the one it is stored under."""
+    key = _readable_key(row.key)
+    if key is None or key.digest() != row.key_digest:
+        _log.error("the artifact under %s holds another key; it is not served", row.key_digest)
+        return None
+    return _artifact(row)
+
+
+def _readable_key(data: Mapping[str, Any]) -> ArtifactKey | None:
+    try:
+        return ArtifactKey.from_json(data)
+    except (TuneryError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _plain(text: str) -> str:
+    """What a crashed process said, without what no database takes: NUL, and bytes that were never UTF-8."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
