@@ -28,6 +28,7 @@ from service.services import Services
 from service.settings import Settings
 from tuning_db.blobs import BlobStore
 from tuning_db.errors import BrokerUnavailable
+from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ def create_app(settings: Settings) -> FastAPI:
                 settings.inspector, timeout_s=settings.inspector_timeout_s, at_once=settings.inspectors_at_once
             )
             stack.push_async_callback(inspector.close)
-            services = Services(settings, store, BlobStore(settings.blob_dir), dispatcher, inspector)
+            services = Services(settings, store, BlobStore(blob_dir(settings.data_dir)), dispatcher, inspector)
             app.state.services = services
             sweep = asyncio.create_task(sweep_for_ever(services))
             stack.push_async_callback(_end, sweep)

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from tuning_db import errors
 from tuning_db.keys import NearestKey, to_json
@@ -157,5 +158,17 @@ def install(app: FastAPI) -> None:
             404: f"{shorten(request.url.path)!r} is not a resource of this service; /docs lists what is",
             405: f"{request.method} is not allowed here; see the Allow header",
         }.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(sorted(_methods_at(request)))
         kind = ProblemKind(error.status_code, re.sub(r"[^a-z]+", "-", phrase.lower()), phrase)
-        return Problem(kind, detail, headers=error.headers)
+        return Problem(kind, detail, headers=headers)
+
+
+def _methods_at(request: Request) -> set[str]:
+    """What the path can be asked with. The framework names only the methods of the first route that fits."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return methods

@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tuning_db.layout import default_database_url
 from tuning_db.messages import EMBEDDED_BROKER
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -40,9 +41,5 @@ class Settings(BaseSettings):
         data_dir = self.data_dir.absolute()
         object.__setattr__(self, "data_dir", data_dir)
         if not self.database_url:
-            object.__setattr__(self, "database_url", f"sqlite:///{data_dir / 'tunery.db'}")
+            object.__setattr__(self, "database_url", default_database_url(data_dir))
         return self
-
-    @property
-    def blob_dir(self) -> Path:
-        return self.data_dir / "blobs"

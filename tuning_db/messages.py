@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from tuning_db.layout import broker_dir
+
 TUNE_TASK: Final = "tunery.tune"
 
 #: The broker that needs no server: messages are files in a folder beside the database.
@@ -45,7 +47,7 @@ def broker_config(broker_url: str, data_dir: Path) -> dict[str, Any]:
 
 def _transport_options(broker_url: str, data_dir: Path) -> dict[str, Any]:
     if broker_url.startswith("filesystem:"):
-        root = data_dir.absolute() / "broker"
+        root = broker_dir(data_dir)
         queue, control, processed = root / "queue", root / "control", root / "processed"
         for folder in (queue, control, processed):
             folder.mkdir(parents=True, exist_ok=True)

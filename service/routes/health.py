@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 
 from service.services import ServicesDep
 from tuning_db.errors import StorageFull, TuneryError
+from tuning_db.layout import blob_dir
 
 log = structlog.get_logger()
 router = APIRouter(tags=["health"])
@@ -27,7 +28,7 @@ def readyz(services: ServicesDep, response: Response) -> dict[str, str]:
     """503 while a part is missing. Each part is "ok" or a sentence that says what is wrong."""
     checks: dict[str, Callable[[], None]] = {
         "database": services.store.ping,
-        "blobs": lambda: _writable(services.settings.blob_dir),
+        "blobs": lambda: _writable(blob_dir(services.settings.data_dir)),
         "broker": services.dispatcher.ping,
     }
     answer = {}

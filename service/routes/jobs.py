@@ -51,7 +51,7 @@ _BODY = {
 }
 
 
-@router.post("", status_code=201, openapi_extra=_BODY)
+@router.post("", status_code=201, response_model_exclude_none=True, openapi_extra=_BODY)
 async def submit_job(
     request: Request,
     response: Response,
@@ -87,7 +87,7 @@ async def submit_job(
     return JobOut.of(submission.job, cached=cached)
 
 
-@router.get("")
+@router.get("", response_model_exclude_none=True)
 def list_jobs(
     request: Request,
     services: ServicesDep,
@@ -107,12 +107,12 @@ def list_jobs(
     return JobPage(jobs=[JobOut.of(job) for job in page], next=f"{more.path}?{more.query}" if more else None)
 
 
-@router.get("/{job_id}")
+@router.get("/{job_id}", response_model_exclude_none=True)
 def get_job(job_id: str, services: ServicesDep) -> JobOut:
     return JobOut.of(_known_job(services, job_id))
 
 
-@router.post("/{job_id}/cancel")
+@router.post("/{job_id}/cancel", response_model_exclude_none=True)
 def cancel_job(job_id: str, services: ServicesDep) -> JobOut:
     """A waiting job is CANCELLED at once; a running one by its worker, within seconds."""
     return JobOut.of(services.store.request_cancel(_known_job(services, job_id).id))
@@ -138,7 +138,7 @@ async def _events(services: Services, job_id: str, after: int) -> AsyncIterator[
                 after = event.seq
                 yield ServerSentEvent(json.dumps(event.data), event=event.type, id=str(event.seq))
         if job.state.is_final:
-            yield ServerSentEvent(JobOut.of(job).model_dump_json(exclude_none=True), event="end")
+            yield ServerSentEvent(json.dumps(JobOut.of(job).model_dump(mode="json", exclude_none=True)), event="end")
             return
         await asyncio.sleep(services.settings.event_poll_s)
 
