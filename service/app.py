@@ -63,9 +63,10 @@ def create_app(settings: Settings) -> FastAPI:
         summary="Tunes a model for a device once, and hands the tuned library to everyone who asks again",
         lifespan=lifespan,
     )
-    problems.install(app)
-    for routes in (models, jobs, artifacts, devices, health):
-        app.include_router(routes.router)
+    routers = [module.router for module in (models, jobs, artifacts, devices, health)]
+    for router in routers:
+        app.include_router(router)
+    problems.install(app, [route for router in routers for route in router.routes])
     app.add_middleware(RequestLog)
     return app
 

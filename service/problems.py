@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from tuning_db import errors
 from tuning_db.keys import NearestKey, to_json
@@ -140,8 +140,9 @@ def shorten(text: str, limit: int = _MAX_ECHO) -> str:
 INTERNAL: Final = KINDS[errors.TuneryError]
 
 
-def install(app: FastAPI) -> None:
-    """Every error of `app` leaves as a problem document; an unforeseen one is answered by the outermost middleware."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Every error of `app` leaves as a problem document; an unforeseen one is answered by the outermost middleware.
+    `routes` are what a 405 looks through: the framework's own names the methods of the first that fits only."""
 
     @app.exception_handler(errors.TuneryError)
     def tunery_error(request: Request, error: errors.TuneryError) -> Problem:
@@ -160,15 +161,11 @@ def install(app: FastAPI) -> None:
         }.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["allow"] = ", ".join(sorted(_methods_at(request)))
+            headers["allow"] = ", ".join(sorted(_methods_at(routes, request)))
         kind = ProblemKind(error.status_code, re.sub(r"[^a-z]+", "-", phrase.lower()), phrase)
         return Problem(kind, detail, headers=headers)
 
 
-def _methods_at(request: Request) -> set[str]:
-    """What the path can be asked with. The framework names only the methods of the first route that fits."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
-    return methods
+def _methods_at(routes: Sequence[BaseRoute], request: Request) -> set[str]:
+    fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in fitting for method in getattr(route, "methods", None) or ()}
