@@ -159,7 +159,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             404: f"{shorten(request.url.path)!r} is not a resource of this service; /docs lists what is",
             405: f"{request.method} is not allowed here; see the Allow header",
         }.get(error.status_code, str(error.detail))
-        headers = dict(error.headers or {})
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
             headers["allow"] = ", ".join(sorted(_methods_at(routes, request)))
         kind = ProblemKind(error.status_code, re.sub(r"[^a-z]+", "-", phrase.lower()), phrase)

@@ -1,0 +1,458 @@
+"""The `tunery` command. Standard output holds the answer alone, so that it can be piped; all else goes to stderr.
+
+Exit codes: 0 done · 2 usage, or a request that the service refuses · 3 no library under that key · 4 the job failed or
+was cancelled · 5 the service cannot be reached or fails · 6 damaged bytes, or numbers that differ from the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from service.client import (
+    DEFAULT_URL,
+    CacheMissError,
+    Event,
+    FetchedLibrary,
+    IntegrityFailed,
+    JobCancelled,
+    JobFailed,
+    JobHandle,
+    RequestRefused,
+    ServiceUnreachable,
+    Tunery,
+    TuneryClientError,
+    WaitTimeout,
+)
+from service.supervisor import StartFailed, Supervisor
+
+USAGE: Final = 2
+CACHE_MISS: Final = 3
+JOB_FAILED: Final = 4
+UNREACHABLE: Final = 5
+INTEGRITY: Final = 6
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Tune a model for a device once, and fetch the tuned library by its key from then on.",
+)
+db = typer.Typer(no_args_is_help=True, help="The service's database.")
+app.add_typer(db, name="db")
+
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
+
+UrlOption = Annotated[str, typer.Option("--url", envvar="TUNERY_URL", help="Where the service answers.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
+InputOption = Annotated[
+    list[str] | None,
+    typer.Option("--input", metavar="NAME=1,3,48,192", help="An input's shape; NAME:float32[1,3,48,192] too. Repeat."),
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
+DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Fetch the library into this folder.")]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", min=0.001, help="Stop waiting after so many seconds; the job runs on.")
+]
+
+DEFAULT_DATA_DIR: Final = Path(".tunery")
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds until everything must be ready.")] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the API and a worker for this machine, until Ctrl-C. Nothing else is needed."""
+    _need("fastapi", "server")
+    with _exit_codes():
+        supervisor = Supervisor(data_dir, host=host, port=port)
+        supervisor.upgrade_database()
+        began = datetime.now(UTC)
+        with supervisor.running(), Tunery(supervisor.url, attempts=1) as client:
+            err.print(f"starting on {supervisor.url}, data in {supervisor.data_dir}")
+            devices: list[dict[str, Any]] = []
+
+            def ready() -> bool:
+                # The socket is open from the start, so an API that is not yet up leaves requests waiting.
+                with contextlib.suppress(TuneryClientError):
+                    if client.ready():
+                        devices[:] = [d for d in client.devices() if _time(d["last_seen"]) >= began]
+                return bool(devices)
+
+            if not supervisor.watch(err.print, ready, start_timeout):
+                return
+            names = [device["name"] for device in devices]
+            if as_json:
+                pids = {child.name: child.process.pid for child in supervisor.children if child.process}
+                _print_json({"url": supervisor.url, "devices": names, "pids": pids})
+            else:
+                out.print(supervisor.url)
+                err.print(f"ready: {', '.join(names)}; Ctrl-C stops it")
+            supervisor.watch(err.print, lambda: False)
+            err.print("stopping")
+
+
+@app.command()
+def submit(
+    model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
+    inputs: InputOption = None,
+    device: DeviceOption = None,
+    trials: Annotated[int | None, typer.Option(help="Measure at most so many candidates.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Search at most so long.")] = None,
+    tuner: Annotated[str | None, typer.Option(help="ansor, or none: stored records only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until the job has ended.")] = True,
+    timeout: TimeoutOption = None,
+    output: OutputOption = None,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask for a tuned library. The same question again is answered at once."""
+    search = {
+        name: value
+        for name, value in (("tuner", tuner), ("trials", trials), ("seconds", seconds), ("seed", seed))
+        if value is not None
+    }
+    if output is not None and not wait:
+        raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
+    with _exit_codes(), Tunery(url) as client:
+        handle = client.submit(_model(model), inputs=_inputs(inputs), device=device, search=search or None)
+        if not as_json:
+            what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
+            err.print(f"{what} {handle.id}, key {handle.key}")
+        _finish(handle, wait, timeout, output, as_json)
+
+
+@app.command()
+def wait(
+    job: Annotated[str, typer.Argument(help="A job's id.")],
+    timeout: TimeoutOption = None,
+    output: OutputOption = None,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a job's progress until it has ended."""
+    with _exit_codes(), Tunery(url) as client:
+        _finish(client.job(job), True, timeout, output, as_json)
+
+
+@app.command()
+def fetch(
+    key: Annotated[str, typer.Argument(help="A key, as `tunery key` and `tunery submit` print it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder for library.so and manifest.json.")],
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a library by its key, verified. A copy that is there already is kept."""
+    with _exit_codes(), Tunery(url) as client:
+        fetched = client.fetch(key, output)
+        if as_json:
+            _print_json(_fetched(fetched))
+        else:
+            out.print(str(fetched.library), soft_wrap=True)
+
+
+@app.command()
+def key(
+    model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
+    inputs: InputOption = None,
+    device: DeviceOption = None,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest."""
+    with _exit_codes(as_json), Tunery(url) as client:
+        manifest = client.find(_model(model), inputs=_inputs(inputs), device=device)
+        if as_json:
+            _print_json(manifest)
+        else:
+            out.print(manifest["key"], soft_wrap=True)
+
+
+@app.command()
+def jobs(
+    state: Annotated[list[str] | None, typer.Option(help="Only jobs in this state. Repeat.")] = None,
+    device: DeviceOption = None,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """List the newest jobs."""
+    with _exit_codes(), Tunery(url) as client:
+        found = client.jobs(states=[s.upper() for s in state or ()], device=device, limit=limit)
+        if as_json:
+            _print_json({"jobs": found})
+            return
+        rows = [
+            (
+                j["id"],
+                j["state"],
+                str(j["trials_measured"]),
+                j["spec"]["device"],
+                _shapes(j["spec"]["inputs"]),
+                j["key"],
+            )
+            for j in found
+        ]
+        _print_table(("job", "state", "trials", "device", "inputs", "key"), rows)
+
+
+@app.command()
+def cancel(
+    job: Annotated[str, typer.Argument(help="A job's id.")],
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel a job. What it has measured is kept."""
+    with _exit_codes(), Tunery(url) as client:
+        cancelled = client.job(job).cancel()
+        if as_json:
+            _print_json(cancelled)
+        else:
+            out.print(cancelled["state"] if cancelled["state"] == "CANCELLED" else "cancel requested")
+
+
+@app.command()
+def devices(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """List the devices that workers have reported."""
+    with _exit_codes(), Tunery(url) as client:
+        found = client.devices()
+        if as_json:
+            _print_json({"devices": found})
+            return
+        rows = [
+            (d["name"], d["identity"]["arch"], str(d["workers"]), str(d["busy"]), str(d["queued"]), d["last_seen"])
+            for d in found
+        ]
+        _print_table(("device", "arch", "workers", "busy", "queued", "last seen"), rows)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def worker(context: typer.Context, data_dir: DataDirOption = DEFAULT_DATA_DIR) -> None:
+    """Run a worker for this machine's device, in this process. Further arguments go to it."""
+    _need("tvm", "worker")
+    os.environ["TUNERY_DATA_DIR"] = str(data_dir.absolute())
+    os.execv(sys.executable, [sys.executable, "-m", "workers", *context.args])  # noqa: S606 - no shell is meant
+
+
+@db.command()
+def upgrade(
+    database_url: Annotated[
+        str | None,
+        typer.Option("--database-url", envvar="TUNERY_DATABASE_URL", help="SQLite in --data-dir if not given."),
+    ] = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the database's schema to this version's. Safe to run at any time, by several at once."""
+    from tuning_db.layout import default_database_url
+
+    _need("sqlalchemy", "server")
+    if not database_url:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    target = database_url or default_database_url(data_dir)
+    done = subprocess.run(
+        [sys.executable, "-m", "tuning_db.migrations", "upgrade", target],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        err.print((done.stderr.strip().splitlines() or ["the upgrade failed"])[-1])
+        raise typer.Exit(UNREACHABLE)
+    if as_json:
+        _print_json({"upgraded": True})
+    else:
+        err.print("the database is up to date")
+
+
+def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path | None, as_json: bool) -> None:
+    """Wait if asked, fetch if asked, and print what came of it."""
+    fetched: FetchedLibrary | None = None
+    try:
+        if wait:
+            with _progress(quiet=as_json) as show:
+                handle.wait(timeout_s, on_event=show)
+            if output is not None:
+                fetched = handle.fetch(output)
+    finally:
+        # A job that failed is printed too: the exit code says how it ended, the document why.
+        if as_json:
+            _print_json(handle.job | ({"fetched": _fetched(fetched)} if fetched else {}))
+    if not as_json:
+        if fetched is not None:
+            out.print(str(fetched.library), soft_wrap=True)
+        else:
+            out.print(handle.key if handle.state == "SUCCEEDED" else handle.id, soft_wrap=True)
+
+
+class _Show:
+    """Events as a progress bar on stderr."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("waiting for a worker", total=None)
+
+    def __call__(self, event: Event) -> None:
+        data = event.data
+        if event.type == "state":
+            self._progress.update(self._task, description=str(data.get("state", "")).lower())
+        elif event.type == "stage":
+            self._progress.update(self._task, description=str(data.get("stage", "")))
+        elif event.type == "trial":
+            self._progress.update(self._task, completed=data.get("trial") or 0, total=data.get("trials"))
+        elif event.type == "progress":
+            predicted_s = data.get("predicted_s")
+            self._progress.update(
+                self._task,
+                description=f"search, model at {predicted_s * 1e3:.3f} ms" if predicted_s else "search",
+                completed=data.get("trials_measured") or 0,
+                total=data.get("trials"),
+            )
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[_Show | None]:
+    if quiet:
+        yield None
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err
+    ) as progress:
+        yield _Show(progress)
+
+
+@contextlib.contextmanager
+def _exit_codes(as_json: bool = False) -> Iterator[None]:
+    """The one place where an error becomes an exit code."""
+    try:
+        yield
+    except CacheMissError as error:
+        err.print(str(error))
+        if as_json:
+            _print_json(error.problem)
+        elif error.nearest:
+            rows = [
+                (near["key"][:16], difference["field"], _short(difference["wanted"]), _short(difference["stored"]))
+                for near in error.nearest
+                for difference in near["differences"]
+            ]
+            _print_table(("nearest key", "field", "wanted", "stored"), rows, to=err)
+        raise typer.Exit(CACHE_MISS) from None
+    except RequestRefused as error:
+        where = f" [request {error.request_id}]" if error.status >= 500 and error.request_id else ""
+        err.print(f"{error}{where}")
+        raise typer.Exit(UNREACHABLE if error.status >= 500 else USAGE) from None
+    except JobFailed as error:
+        err.print(str(error))
+        raise typer.Exit(INTEGRITY if error.kind == "check-failed" else JOB_FAILED) from None
+    except (JobCancelled, WaitTimeout) as error:
+        err.print(str(error))
+        raise typer.Exit(JOB_FAILED) from None
+    except IntegrityFailed as error:
+        err.print(str(error))
+        raise typer.Exit(INTEGRITY) from None
+    except (ServiceUnreachable, StartFailed) as error:
+        err.print(str(error))
+        raise typer.Exit(UNREACHABLE) from None
+
+
+def _model(text: str) -> str:
+    if re.fullmatch(r"[0-9a-f]{64}", text) is None and not Path(text).is_file():
+        raise typer.BadParameter(f"{text!r} is neither a file nor a model's digest", param_hint="MODEL")
+    return text
+
+
+def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """``NAME=1,3,48,192`` or ``NAME:float32[1,3,48,192]``; a name may hold any character."""
+    inputs: dict[str, dict[str, Any]] = {}
+    for text in texts or ():
+        value: dict[str, Any]
+        if typed := re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ]*)\]", text):
+            name, value = typed[1], {"dtype": typed[2]}
+            dims = typed[3]
+        elif plain := re.fullmatch(r"(?s)(.+)=([-0-9, ]*)", text):
+            name, value, dims = plain[1], {}, plain[2]
+        else:
+            raise typer.BadParameter(f"{text!r} is not NAME=1,3,48,192", param_hint="--input")
+        try:
+            value["shape"] = [int(dim) for dim in dims.split(",")] if dims.strip() else []
+        except ValueError:
+            raise typer.BadParameter(f"{text!r}: {dims!r} is not a list of sizes", param_hint="--input") from None
+        if name in inputs:
+            raise typer.BadParameter(f"input {name!r} is given twice", param_hint="--input")
+        inputs[name] = value
+    return inputs
+
+
+def _need(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        err.print(f"this command needs more than the client: pip install 'tunery[{extra}]'")
+        raise typer.Exit(USAGE)
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _fetched(fetched: FetchedLibrary) -> dict[str, Any]:
+    return {
+        "key": fetched.key,
+        "library": str(fetched.library),
+        "manifest": str(fetched.manifest_path),
+        "sha256": fetched.sha256,
+        "downloaded": fetched.downloaded,
+    }
+
+
+def _shapes(inputs: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={','.join(map(str, value['shape']))}" for name, value in inputs.items())
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 48 else text[:47] + "…"
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: Console = out) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    to.print(table)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
