@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,9 @@ def redis_server(*options: str) -> Iterator[str]:
         return [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", *options]
 
     def answers(port: int) -> None:
-        with redis.Redis(port=port, socket_timeout=5) as client:
-            try:
-                client.ping()
-            except redis.AuthenticationError:
-                pass  # it answers; with a password the caller makes its own URL
+        # Asking for a password is an answer too.
+        with redis.Redis(port=port, socket_timeout=5) as client, suppress(redis.AuthenticationError):
+            client.ping()
 
     with (
         _folder("tunery-redis-") as folder,

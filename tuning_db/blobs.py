@@ -107,7 +107,7 @@ class BlobStore:
             return handle.read()
 
     def path_verified(self, sha256: str) -> Path:
-        """Where the blob lies, for readers that need a path. Verified now, so open it now; errors as `open_verified`."""
+        """Where the blob lies, for readers that need a path. Verified now, so open it now. Errors: `open_verified`."""
         self.open_verified(sha256).close()
         return self._path(sha256)
 

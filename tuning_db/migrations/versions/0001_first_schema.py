@@ -115,7 +115,7 @@ def upgrade() -> None:
         sa.Column("revision", sa.Integer(), nullable=False),
         sa.Column("library", DIGEST, nullable=False, index=True),
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("latency_s", sa.Float(), nullable=False),
+        sa.Column("latency_s", sa.Double(), nullable=False),
         sa.Column("manifest", sa.JSON(), nullable=False),
         sa.Column("job_id", sa.String(32), sa.ForeignKey("jobs.id"), nullable=False),
         sa.Column("created_at", MOMENT, nullable=False),
