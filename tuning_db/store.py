@@ -117,7 +117,8 @@ class TuningStore:
                 "outputs": to_json(model.outputs),
                 "created_at": self._clock(),
             }
-            return self._insert_new(session, ModelRow, [row]) == 1
+            statement = self._insert(ModelRow).values(row).on_conflict_do_nothing().returning(ModelRow.digest)
+            return session.scalar(statement) is not None
 
         return self._write(write)
 
@@ -654,12 +655,10 @@ class TuningStore:
     def _insert(self, row: type[Base]) -> postgresql.Insert | sqlite.Insert:
         return postgresql.insert(row) if self._engine.dialect.name == "postgresql" else sqlite.insert(row)
 
-    def _insert_new(self, session: Session, row: type[Base], values: Sequence[Mapping[str, Any]]) -> int:
-        """Insert those that are not there yet, in the order given; how many that were (known for one row only)."""
-        if not values:
-            return 0
-        statement = self._insert(row).on_conflict_do_nothing()
-        return session.connection().execute(statement, values).rowcount
+    def _insert_new(self, session: Session, row: type[Base], values: Sequence[Mapping[str, Any]]) -> None:
+        """Insert those that are not there yet, in the order given."""
+        if values:
+            session.connection().execute(self._insert(row).on_conflict_do_nothing(), values)
 
     def _move(
         self,
