@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import structlog
 import uvicorn
@@ -58,10 +59,12 @@ def create_app(settings: Settings) -> FastAPI:
             stack.push_async_callback(_end, sweep)
             yield
 
-    app = FastAPI(
+    app = Api(
         title="Tunery",
         summary="Tunes a model for a device once, and hands the tuned library to everyone who asks again",
         lifespan=lifespan,
+        responses=problems.RESPONSES,
+        redirect_slashes=False,  # an address is right or wrong
     )
     routers = [module.router for module in (models, jobs, artifacts, devices, health)]
     for router in routers:
@@ -69,6 +72,15 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app, [route for router in routers for route in router.routes])
     app.add_middleware(RequestLog)
     return app
+
+
+class Api(FastAPI):
+    """FastAPI whose description holds the schemas of the bodies that are not parsed by it."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        document["components"]["schemas"] |= jobs.SCHEMAS
+        return document
 
 
 async def sweep_for_ever(services: Services) -> None:
@@ -120,6 +132,7 @@ class RequestLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        path = problems.shorten(scope["path"])
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -134,10 +147,10 @@ class RequestLog:
             try:
                 await self._app(scope, receive, send_with_id)
             except ClientDisconnect:
-                log.info("client_left", method=scope["method"], path=scope["path"])
+                log.info("client_left", method=scope["method"], path=path)
                 return
             except Exception:
-                log.exception("request_failed", method=scope["method"], path=scope["path"])
+                log.exception("request_failed", method=scope["method"], path=path)
                 if status:
                     raise  # half an answer is out; the server cuts the connection
                 answer = problems.Problem(
@@ -149,7 +162,7 @@ class RequestLog:
             log.info(
                 "request",
                 method=scope["method"],
-                path=scope["path"],
+                path=path,
                 status=status,
                 ms=round((time.perf_counter() - started) * 1000, 1),
             )

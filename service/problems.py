@@ -137,6 +137,30 @@ def shorten(text: str, limit: int = _MAX_ECHO) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+#: How OpenAPI describes every answer that is not a success.
+RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    "default": {
+        "description": "A problem document (RFC 9457); clients compare its `type`.",
+        "content": {
+            Problem.media_type: {
+                "schema": {
+                    "type": "object",
+                    "required": ["type", "title", "status", "detail"],
+                    "properties": {
+                        "type": {"type": "string", "enum": sorted({TYPE_PREFIX + k.slug for k in KINDS.values()})},
+                        "title": {"type": "string"},
+                        "status": {"type": "integer"},
+                        "detail": {"type": "string"},
+                        "field": {"type": "string", "description": "the dotted path of the field that is wrong"},
+                        "candidates": {"type": "array", "items": {"type": "string"}},
+                        "nearest": {"type": "array", "items": {"type": "object"}},
+                    },
+                }
+            }
+        },
+    }
+}
+
 INTERNAL: Final = KINDS[errors.TuneryError]
 
 

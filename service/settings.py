@@ -24,7 +24,7 @@ class Settings(BaseSettings):
     database_url: str = ""  #: empty: SQLite under `data_dir`
     broker_url: str = EMBEDDED_BROKER
     max_upload_bytes: Annotated[int, Field(gt=0)] = 2 * 2**30
-    max_queued: Annotated[int, Field(gt=0)] = 10_000  #: jobs that may wait for one device
+    max_queued: Annotated[int, Field(gt=0)] = 10_000  #: jobs that may wait for a worker at one time
 
     inspector: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.inspect")
     inspector_timeout_s: Seconds = 30.0

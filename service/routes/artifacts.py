@@ -47,14 +47,16 @@ def get_artifact(key: str, services: ServicesDep) -> dict[str, Any]:
     return manifest_of(check_library(services.store, services.blobs, artifact_of(services.store, key)))
 
 
-@router.api_route("/v1/artifacts/{key}/library", methods=["GET", "HEAD"])
+@router.head("/v1/artifacts/{key}/library", include_in_schema=False)
+@router.get("/v1/artifacts/{key}/library", response_class=Response)
 def get_library(key: str, request: Request, services: ServicesDep) -> Response:
     artifact = artifact_of(services.store, key)
     handle = open_library(services.store, services.blobs, artifact)
     return serve(request, handle, artifact.library, filename=f"tunery-{key[:16]}.so", cache_control=_REVALIDATE)
 
 
-@router.api_route("/v1/blobs/{sha256}", methods=["GET", "HEAD"])
+@router.head("/v1/blobs/{sha256}", include_in_schema=False)
+@router.get("/v1/blobs/{sha256}", response_class=Response)
 def get_blob(sha256: str, request: Request, services: ServicesDep) -> Response:
     """The bytes of a library or of a model by their SHA-256."""
     try:

@@ -31,11 +31,15 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 Body = TypeVar("Body", bound=Inward)
 
+_JOB_SCHEMA = JobIn.model_json_schema(ref_template="#/components/schemas/{model}")
+#: The body is parsed here and not by the framework, so its parts are described here too.
+SCHEMAS: dict[str, Any] = _JOB_SCHEMA.pop("$defs")
+
 _BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": JobIn.model_json_schema(ref_template="#/components/schemas/{model}")},
+            "application/json": {"schema": _JOB_SCHEMA},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
