@@ -1,0 +1,94 @@
+"""ModelInfo.bind: every dimension bound, or an error that names input and dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.samples import sha256
+from tuning_db.catalog import ModelInfo, PortSpec
+from tuning_db.errors import InvalidRequest, ShapeMismatch
+from tuning_db.keys import DTYPES, TensorSpec
+
+
+def model(*inputs: PortSpec) -> ModelInfo:
+    return ModelInfo(sha256("graph"), sha256("bytes"), "onnx", 1, inputs, ())
+
+
+PORTS = st.lists(
+    st.builds(
+        PortSpec,
+        name=st.text(min_size=1, max_size=8),
+        dtype=st.sampled_from(sorted(DTYPES)),
+        shape=st.lists(st.integers(1, 64) | st.sampled_from(["N", "M", ""]) | st.none(), max_size=4).map(tuple),
+    ),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda port: port.name,
+)
+SYMBOLS = st.fixed_dictionaries({"N": st.integers(1, 64), "M": st.integers(1, 64), "": st.integers(1, 64)})
+
+
+def bound(port: PortSpec, symbols: dict[str, int]) -> list[int]:
+    """A shape that fits the port: each symbol with its size, 7 where the model says nothing."""
+    return [symbols[d] if isinstance(d, str) else 7 if d is None else d for d in port.shape]
+
+
+@given(ports=PORTS, symbols=SYMBOLS, data=st.data())
+def test_binds(ports: list[PortSpec], symbols: dict[str, int], data: st.DataObject) -> None:
+    """Fitting shapes give the inputs in the model's order; one that the model fixes wholly may be left out."""
+    shapes = {}
+    for port in data.draw(st.permutations(ports)):
+        if all(isinstance(d, int) for d in port.shape) and data.draw(st.booleans()):
+            continue
+        shapes[port.name] = {"shape": bound(port, symbols)} | data.draw(st.sampled_from([{}, {"dtype": port.dtype}]))
+    assert model(*ports).bind(shapes) == tuple(TensorSpec(p.name, p.dtype, tuple(bound(p, symbols))) for p in ports)
+
+
+@given(ports=PORTS, symbols=SYMBOLS, data=st.data())
+def test_contradicted_dimension(ports: list[PortSpec], symbols: dict[str, int], data: st.DataObject) -> None:
+    """A size other than the model's, or than the same symbol's elsewhere, is refused with input and dimension."""
+    constrained = [
+        (port, axis)
+        for port in ports
+        for axis, dim in enumerate(port.shape)
+        if isinstance(dim, int) or (isinstance(dim, str) and sum(p.shape.count(dim) for p in ports) > 1)
+    ]
+    assume(constrained)
+    port, axis = data.draw(st.sampled_from(constrained))
+    shapes = {p.name: {"shape": bound(p, symbols)} for p in ports}
+    shapes[port.name]["shape"][axis] += 1
+    with pytest.raises(ShapeMismatch, match="dimension") as caught:
+        model(*ports).bind(shapes)
+    symbol = port.shape[axis]
+    # Of two places of one symbol that disagree, the later one is named; the message has both.
+    involved = [p.name for p in ports if p is port or symbol in p.shape]
+    assert caught.value.field in {f"inputs.{name}.shape" for name in involved}
+    assert repr(port.name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "field", "words"),
+    [
+        ({}, "inputs.x.shape", ["'x' needs a shape", "dimension 0 of [N, 3, ?]"]),
+        ({"x": {"shape": [1, 3]}}, "inputs.x.shape", ["rank 3", "rank 2"]),
+        ({"x": {"shape": [1, 3, 5, 5, 5]}}, "inputs.x.shape", ["rank 3", "rank 5"]),
+        ({"x": {"shape": [1, 4, 5]}}, "inputs.x.shape", ["dimension 1 is 3 in the model, not 4"]),
+        ({"x": {"shape": [0, 3, 5]}}, "inputs.x.shape", ["dimension 0 is 0"]),
+        ({"x": {"shape": [1, 3, "5"]}}, "inputs.x.shape", ["dimension 2 is '5'"]),
+        ({"x": {"shape": [2, 3, 5]}, "y": {"shape": [4]}}, "inputs.y.shape", ["symbol 'N'", "2 at dimension 0", "'x'"]),
+        ({"x": {"shape": [1, 3, 5], "dtype": "float16"}}, "inputs.x.dtype", ["float32 in the model, not float16"]),
+        ({"x": {"shape": [1, 3, 5]}, "z": {"shape": [1]}}, "inputs.z", ["no input 'z'", "'x', 'y'"]),
+    ],
+)  # fmt: skip
+def test_refused(shapes: dict[str, Any], field: str, words: list[str]) -> None:
+    """A missing, contradictory or nameless shape is refused in words that say which and why."""
+    two = model(PortSpec("x", "float32", ("N", 3, None)), PortSpec("y", "int64", ("N",)))
+    with pytest.raises(InvalidRequest) as caught:
+        two.bind(shapes)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
