@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ from tuning_db.errors import (
     UnknownDevice,
 )
 from tuning_db.jobs import Claim, Job, JobError, JobState, SearchConfig
-from tuning_db.keys import BuildOptions, TensorSpec
+from tuning_db.keys import BuildOptions, Json, TensorSpec
 from tuning_db.store import TuningStore
 from tuning_db.trials import Failed, FailureKind, Measured, Trial
 
@@ -390,7 +391,12 @@ class TestLists:
     def test_events_from_many_threads(self, store: TuningStore) -> None:
         """Events appended at once get different numbers, and none is lost."""
         claim, job = running(store)
-        at_once(8, lambda n: [store.append_event(claim, "progress", {"n": n}) for _ in range(5)])
+
+        def append(number: int) -> None:
+            for _ in range(5):
+                store.append_event(claim, "progress", {"n": number})
+
+        at_once(8, append)
         assert [e.seq for e in store.events(job.id)] == list(range(1, 43))
 
 
@@ -522,9 +528,8 @@ class TestCancel:
         """A cancel and a claim at the same moment end in one of two ways: cancelled at once, or running and marked."""
         for number in range(10):
             job = store.submit(make_spec(str(number))).job
-            _, claimed = at_once(
-                2, lambda n, job=job: store.request_cancel(job.id) if n == 0 else store.claim(job.id, "w1")
-            )
+            calls = (partial(store.request_cancel, job.id), partial(store.claim, job.id, "w1"))
+            _, claimed = at_once(2, lambda n, calls=calls: calls[n]())  # type: ignore[misc]
             now = store.job(job.id)
             if claimed is None:
                 assert now.state is JobState.CANCELLED
@@ -720,7 +725,7 @@ class TestArtifacts:
         """The library stands under its key and the job has succeeded, in one step."""
         claim, job = running(store)
         clock.advance(10)
-        manifest = {"inputs": [{"name": "x"}], "latency": {"raw_s": [0.1, 1e-7]}}
+        manifest: dict[str, Json] = {"inputs": [{"name": "x"}], "latency": {"raw_s": [0.1, 1e-7]}}
         published = store.publish(claim, LIBRARY, 0.01, manifest)
         assert (published.key, published.revision, published.library, published.size_bytes) == (make_key(), 1, *LIBRARY)
         assert (published.latency_s, published.manifest, published.job_id) == (0.01, manifest, job.id)
@@ -1103,6 +1108,7 @@ class TestDatabase:
         polled = [0] * 50
 
         def act(number: int) -> None:
+            barrier.wait(timeout=60)
             if number < 4:
                 for n in range(12):
                     worker.add_trials(claims[number], scope, [make_trial(workload, 100 * number + n)])
@@ -1117,7 +1123,7 @@ class TestDatabase:
 
         barrier = threading.Barrier(54)
         with ThreadPoolExecutor(54) as pool:
-            acting = [pool.submit(lambda n=n: (barrier.wait(60), act(n))) for n in range(54)]
+            acting = [pool.submit(act, n) for n in range(54)]
             try:
                 for writer in acting[:4]:
                     writer.result(timeout=120)
