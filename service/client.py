@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _PROBLEM: Final = "application/problem+json"
@@ -349,7 +349,7 @@ class Tunery:
             return Retrying(
                 retry=retry_if_exception_type(_Retryable),
                 stop=stop_after_attempt(self._attempts),
-                wait=wait_exponential_jitter(initial=0.2, max=3.0),
+                wait=wait_exponential(multiplier=0.2, max=3.0) + wait_random(0, 0.2),
                 reraise=True,
             )(attempt)
         except _Retryable as last:
