@@ -66,9 +66,7 @@ def _bind_port(port: PortSpec, wanted: Mapping[str, Any] | None, symbols: dict[s
         wanted = {"shape": list(port.shape)}
     dtype = wanted.get("dtype") or port.dtype
     if dtype != port.dtype:
-        raise InvalidRequest(
-            f"input {port.name!r} is {port.dtype} in the model, not {dtype}", field=f"{where}.dtype"
-        )
+        raise InvalidRequest(f"input {port.name!r} is {port.dtype} in the model, not {dtype}", field=f"{where}.dtype")
     spec = TensorSpec(port.name, dtype, tuple(wanted["shape"]))
     if len(spec.shape) != len(port.shape):
         raise ShapeMismatch(

@@ -63,9 +63,7 @@ class InvalidModel(InvalidRequest):
 class UnsupportedOperator(InvalidRequest):
     """The model holds an operator that cannot be compiled, named with its node and opset."""
 
-    def __init__(
-        self, message: str, *, operator: str, node: str, opset: int, field: str = "model"
-    ) -> None:
+    def __init__(self, message: str, *, operator: str, node: str, opset: int, field: str = "model") -> None:
         super().__init__(message, field=field)
         self.operator = operator
         self.node = node

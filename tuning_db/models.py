@@ -134,7 +134,10 @@ class WorkloadRow(Base):
     """A workload within a scope. Trials point to its number, which is an eighth of the two digests it stands for."""
 
     __tablename__ = "workloads"
-    __table_args__ = (Index("uq_workloads_scope_digest", "scope", "digest", unique=True),)
+    __table_args__ = (
+        Index("uq_workloads_scope_digest", "scope", "digest", unique=True),
+        Index("ix_workloads_scope_structural_hash", "scope", "structural_hash"),
+    )
 
     number: Mapped[int] = mapped_column(Serial, primary_key=True)
     scope: Mapped[str] = mapped_column(ForeignKey("record_scopes.digest"))

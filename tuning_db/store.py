@@ -396,6 +396,21 @@ class TuningStore:
 
         self._write(write)
 
+    def workloads(self, scope: RecordScope, structural_hashes: Sequence[str]) -> list[Workload]:
+        """The stored workloads of this scope with one of these hashes: candidates for being structurally equal.
+
+        A row that no longer matches its digest is left out and logged."""
+
+        def read(session: Session) -> list[Workload]:
+            rows = session.scalars(
+                select(WorkloadRow)
+                .where(WorkloadRow.scope == scope.digest(), WorkloadRow.structural_hash.in_(set(structural_hashes)))
+                .order_by(WorkloadRow.number)
+            )
+            return [workload for row in rows if (workload := _unedited_workload(row)) is not None]
+
+        return self._read(read)
+
     def add_trials(self, claim: Claim, scope: RecordScope, trials: Sequence[Trial]) -> None:
         """Store outcomes; a (workload, trace) already there stays as it is. StaleAttempt as above.
 
@@ -440,10 +455,8 @@ class TuningStore:
                 select(WorkloadRow).where(WorkloadRow.scope == scope.digest(), WorkloadRow.digest.in_(set(workloads)))
             )
             for row in rows:
-                if Workload(row.structural_hash, row.module).digest == row.digest:
+                if _unedited_workload(row) is not None:
                     names[row.number] = row.digest
-                else:
-                    _log.error("workload %s was edited in the database; its records are not used", row.digest)
             # Plain columns, fetched in portions: a hundred thousand of them do not become a hundred thousand objects.
             found = session.execute(
                 select(
@@ -743,6 +756,14 @@ def _workload_numbers(session: Session, scope: RecordScope, digests: set[str]) -
         )
     )
     return {row.digest: row.number for row in rows}
+
+
+def _unedited_workload(row: WorkloadRow) -> Workload | None:
+    workload = Workload(row.structural_hash, row.module)
+    if workload.digest != row.digest:
+        _log.error("workload %s was edited in the database; its records are not used", row.digest)
+        return None
+    return workload
 
 
 def _state_event(row: JobRow) -> EventRow:

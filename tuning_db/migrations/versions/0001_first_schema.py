@@ -93,6 +93,7 @@ def upgrade() -> None:
         sa.Column("created_at", MOMENT, nullable=False),
     )
     op.create_index("uq_workloads_scope_digest", "workloads", ["scope", "digest"], unique=True)
+    op.create_index("ix_workloads_scope_structural_hash", "workloads", ["scope", "structural_hash"])
     op.create_table(
         "trials",
         sa.Column(
