@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import uvicorn
@@ -34,6 +34,9 @@ from tuning_db.store import TuningStore
 
 log = structlog.get_logger()
 
+#: An upload whose file has not grown for so long belonged to a process that was killed.
+_ABANDONED_S: Final = 3600.0
+
 #: A client that names its request gets the same name back, if it is safe to write into a log.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -53,7 +56,9 @@ def create_app(settings: Settings) -> FastAPI:
                 settings.inspector, timeout_s=settings.inspector_timeout_s, at_once=settings.inspectors_at_once
             )
             stack.push_async_callback(inspector.close)
-            services = Services(settings, store, BlobStore(blob_dir(settings.data_dir)), dispatcher, inspector)
+            blobs = BlobStore(blob_dir(settings.data_dir))
+            blobs.sweep_temp(_ABANDONED_S)
+            services = Services(settings, store, blobs, dispatcher, inspector)
             app.state.services = services
             sweep = asyncio.create_task(sweep_for_ever(services))
             stack.push_async_callback(_end, sweep)

@@ -292,7 +292,7 @@ def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path
     fetched: FetchedLibrary | None = None
     try:
         if wait:
-            with _progress(quiet=as_json) as show:
+            with _progress(quiet=as_json or handle.ended) as show:
                 handle.wait(timeout_s, on_event=show)
             if output is not None:
                 fetched = handle.fetch(output)

@@ -400,6 +400,10 @@ class JobHandle:
         return str(self.job["key"])
 
     @property
+    def ended(self) -> bool:
+        return self.state in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+    @property
     def cached(self) -> bool:
         """Whether a finished job answered the submission: nothing was, or will be, measured for it."""
         return bool(self.job.get("cached", False))
@@ -455,7 +459,7 @@ class JobHandle:
         self, timeout_s: float | None = None, *, on_event: Callable[[Event], None] | None = None
     ) -> dict[str, Any]:
         """The job once it has SUCCEEDED. Raises JobFailed, JobCancelled or WaitTimeout."""
-        if self.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
+        if not self.ended:
             for event in self.events(timeout_s=timeout_s):
                 if on_event is not None:
                     on_event(event)

@@ -100,6 +100,15 @@ def test_refusals_carry_everything(client: Tunery, model: str) -> None:
     assert error.request_id
 
 
+def test_a_model_that_is_too_large_is_a_refusal(service: Service, client: Tunery, tmp_path: Path) -> None:
+    """The service stops reading at its limit, and the client still hears why."""
+    path = tmp_path / "large.onnx"
+    path.write_bytes(b"x" * (service.settings.max_upload_bytes + 2**22))
+    with pytest.raises(RequestRefused) as refused:
+        client.upload(path)
+    assert (refused.value.status, refused.value.type) == (413, "/problems/too-large")
+
+
 def test_ends_that_are_no_success(service: Service, client: Tunery, model: str, batch: int) -> None:
     """A failed job, a cancelled one and one that takes too long are three different errors."""
     slow = client.submit(model, inputs={"x": [batch, 4]})

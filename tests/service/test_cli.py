@@ -1,0 +1,226 @@
+"""The command: what it prints where, and with which code it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, app
+from tests.service.conftest import Service, relu_model
+from tests.service.test_client import answering
+from tuning_db.jobs import JobError
+from tuning_db.migrations import check_schema
+
+runner = CliRunner()
+
+
+def tunery(service: Service | str, *arguments: str) -> Result:
+    url = service if isinstance(service, str) else service.url
+    return runner.invoke(app, [*arguments, "--url", url])
+
+
+def answer_of(result: Result) -> Any:
+    """Standard output as the one JSON document that it must be."""
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(relu_model())
+    return str(path)
+
+
+def test_submit_without_waiting(service: Service, model_file: str, batch: int) -> None:
+    """--no-wait prints the job and ends; a typed input and a plain one mean the same."""
+    first = tunery(service, "submit", model_file, "--input", f"x={batch},4", "--trials", "8", "--no-wait", "--json")
+    assert first.exit_code == 0
+    assert answer_of(first)["spec"]["search"]["trials"] == 8
+    again = tunery(service, "submit", model_file, "--input", f"x:float32[{batch}, 4]", "--no-wait")
+    assert again.exit_code == 0
+    assert again.stdout.strip() == answer_of(first)["id"]
+    shown = tunery(service, "jobs", "--state", "queued", "--json")
+    assert answer_of(shown)["jobs"][0]["id"] == answer_of(first)["id"]
+
+
+def test_hit_is_fetched_in_one_command(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """Submitting what is there already ends at once, with the library in the folder."""
+    service.finish(service.submit(model, batch).json()["id"], b"a library")
+    result = tunery(service, "submit", model, "--input", f"x={batch},4", "--output", str(tmp_path), "--json")
+    assert result.exit_code == 0
+    assert answer_of(result)["cached"] is True
+    assert Path(answer_of(result)["fetched"]["library"]).read_bytes() == b"a library"
+    plain = tunery(service, "submit", model, "--input", f"x={batch},4")
+    assert plain.stdout.strip() == answer_of(result)["key"]
+    assert "answered by the finished job" in plain.stderr
+
+
+def test_key_then_fetch(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """`key` prints what `fetch` takes."""
+    service.finish(service.submit(model, batch).json()["id"], b"by key")
+    key = tunery(service, "key", model, "--input", f"x={batch},4")
+    assert key.exit_code == 0
+    assert len(key.stdout.strip()) == 64
+    fetched = tunery(service, "fetch", key.stdout.strip(), "-o", str(tmp_path))
+    assert fetched.exit_code == 0
+    assert fetched.stdout.strip() == str(tmp_path / "library.so")
+    again = tunery(service, "fetch", key.stdout.strip(), "-o", str(tmp_path), "--json")
+    assert answer_of(again)["downloaded"] is False
+
+
+def test_miss_is_3_and_shows_what_differs(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """A miss prints no key, and the field that differs from the nearest one."""
+    miss = tunery(service, "key", model, "--input", f"x={batch},4")
+    assert (miss.exit_code, miss.stdout) == (CACHE_MISS, "")
+    service.finish(service.submit(model, batch).json()["id"], b"near")
+    near = tunery(service, "key", model, "--input", f"x={batch + 10**6},4")
+    assert (near.exit_code, near.stdout) == (CACHE_MISS, "")
+    assert "inputs.x.shape" in near.stderr
+    as_json = tunery(service, "key", model, "--input", f"x={batch + 10**6},4", "--json")
+    assert as_json.exit_code == CACHE_MISS
+    assert answer_of(as_json)["nearest"][0]["differences"][0]["field"] == "inputs.x.shape"
+    assert tunery(service, "fetch", "0" * 64, "-o", str(tmp_path)).exit_code == CACHE_MISS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("submit", "no-such-file.onnx"),
+        ("submit", "MODEL", "--input", "x"),
+        ("submit", "MODEL", "--input", "x=1,a"),
+        ("submit", "MODEL", "--input", "x=1,,2"),
+        ("submit", "MODEL", "--input", "x=2,4", "--input", "x=2,4"),
+        ("submit", "MODEL", "--input", "x=2,4,1,1,1"),
+        ("submit", "MODEL", "--input", "x=2,4", "--trials", "0"),
+        ("submit", "MODEL", "--input", "x=2,4", "--trials", "many"),
+        ("submit", "MODEL", "--input", "x=2,4", "--device", "toaster"),
+        ("submit", "MODEL", "--input", "x=2,4", "--tuner", "magic"),
+        ("submit", "MODEL", "--input", "x=2,4", "--no-wait", "--output", "o"),
+        ("submit", "GARBAGE"),
+        ("submit", "EMPTY"),
+        ("wait", "../x"),
+        ("cancel", "0" * 32),
+        ("fetch",),
+        ("key", "MODEL", "--input", "z=1"),
+        ("jobs", "--state", "sleeping"),
+        ("nonsense",),
+    ],
+)
+def test_what_the_user_got_wrong_is_2(
+    service: Service, model_file: str, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Usage errors and refused requests end with 2, a sentence on stderr and nothing on stdout."""
+    for name, content in (("GARBAGE", b"not a model"), ("EMPTY", b"")):
+        (tmp_path / name).write_bytes(content)
+    places = {"MODEL": model_file, "GARBAGE": str(tmp_path / "GARBAGE"), "EMPTY": str(tmp_path / "EMPTY")}
+    result = tunery(service, *(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == USAGE
+    assert result.stdout == ""
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("kind", "code"), [("build-failed", JOB_FAILED), ("check-failed", INTEGRITY)])
+def test_a_failed_job_has_its_code(service: Service, model: str, batch: int, kind: str, code: int) -> None:
+    """4 for a job that failed, 6 if its numbers were wrong; the reason is printed, and the job with --json."""
+    job_id = service.submit(model, batch).json()["id"]
+    service.store.fail(service.claim(job_id), JobError(kind, "this is why"))
+    result = tunery(service, "wait", job_id)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert "this is why" in result.stderr
+    as_json = tunery(service, "wait", job_id, "--json")
+    assert as_json.exit_code == code
+    assert answer_of(as_json)["error"]["kind"] == kind
+
+
+def test_cancel_and_impatience_are_4(service: Service, model: str, batch: int) -> None:
+    """A cancelled job and a wait that was too short end with 4."""
+    job_id = service.submit(model, batch).json()["id"]
+    assert tunery(service, "wait", job_id, "--timeout", "0.2").exit_code == JOB_FAILED
+    assert tunery(service, "cancel", job_id).stdout.strip() == "CANCELLED"
+    assert tunery(service, "wait", job_id).exit_code == JOB_FAILED
+
+
+def test_progress_goes_to_stderr(service: Service, model: str, batch: int) -> None:
+    """While waiting, only stderr shows the progress; stdout holds the key at the end."""
+    job_id = service.submit(model, batch).json()["id"]
+    claim = service.claim(job_id)
+    service.store.append_event(claim, "stage", {"stage": "search", "message": "m"})
+    service.store.append_event(claim, "trial", {"trial": 3, "trials": 8, "operator": "o", "outcome": "measured"})
+    service.store.append_event(claim, "progress", {"trials_measured": 3, "trials": 8, "predicted_s": 0.00125})
+    with service.blobs.writer() as writer:
+        writer.write(b"shown")
+        blob = writer.commit()
+    end = threading.Timer(1.0, lambda: service.store.publish(claim, blob, 0.001, {}))
+    end.start()
+    result = tunery(service, "wait", job_id)
+    end.join()
+    assert result.exit_code == 0
+    assert len(result.stdout.strip()) == 64
+    assert "3/8" in result.stderr
+
+
+def test_nobody_there_is_5() -> None:
+    """No service is 5, with the command that starts one."""
+    result = tunery("http://127.0.0.1:1", "devices")
+    assert result.exit_code == UNREACHABLE
+    assert "tunery up" in result.stderr.replace("\n", " ")
+
+
+def test_wrong_bytes_are_6(tmp_path: Path) -> None:
+    """Bytes that are not what the manifest names end with 6 and are not kept."""
+    wanted = hashlib.sha256(b"right").hexdigest()
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        if path.endswith("/library"):
+            return 200, {"etag": f'"{wanted}"'}, b"wrong"
+        return 200, {}, json.dumps({"key": "k", "library": {"sha256": wanted}}).encode()
+
+    with answering(answer) as url:
+        result = tunery(url, "fetch", "a" * 64, "-o", str(tmp_path))
+    assert result.exit_code == INTEGRITY
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables(service: Service, model: str, batch: int) -> None:
+    """Devices and jobs are listed for people, too."""
+    job = service.submit(model, batch).json()
+    devices = tunery(service, "devices")
+    assert devices.exit_code == 0
+    assert job["spec"]["device"][:20] in devices.stdout
+    jobs = tunery(service, "jobs", "--limit", "1")
+    assert "QUEUED" in jobs.stdout
+    assert f"x={batch},4" in jobs.stdout
+
+
+def test_db_upgrade(tmp_path: Path) -> None:
+    """`db upgrade` makes the database in the data folder, and does nothing the second time."""
+    for _ in range(2):
+        result = runner.invoke(app, ["db", "upgrade", "--data-dir", str(tmp_path / "data"), "--json"])
+        assert result.exit_code == 0
+        assert answer_of(result) == {"upgraded": True}
+    check_schema(f"sqlite:///{tmp_path / 'data' / 'tunery.db'}")
+    bad = runner.invoke(app, ["db", "upgrade", "--database-url", "nonsense://"])
+    assert bad.exit_code == UNREACHABLE
+
+
+def test_the_client_needs_no_server_installed() -> None:
+    """Client and command import without any package of the server or the worker."""
+    forbidden = ["fastapi", "pydantic", "sqlalchemy", "celery", "tvm", "onnx", "uvicorn", "structlog", "numpy"]
+    code = f"""
+import sys
+for name in {forbidden}:
+    sys.modules[name] = None  # an import of it raises
+import service.cli, service.client
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
