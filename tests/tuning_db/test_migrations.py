@@ -36,9 +36,24 @@ def test_upgrade_then_use(empty_database_url: str) -> None:
 
 
 def test_several_processes_at_once(empty_database_url: str) -> None:
-    """Four processes that start on an empty database at once all succeed, and one schema comes of it."""
-    command = [sys.executable, "-m", "tuning_db.migrations", "upgrade", empty_database_url]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    """Four processes that upgrade an empty database at the same moment all succeed, and one schema comes of it."""
+    script = """
+import sys
+from tuning_db.migrations import upgrade
+print("ready", flush=True)
+sys.stdin.readline()
+upgrade(sys.argv[1])
+"""
+    command = [sys.executable, "-c", script, empty_database_url]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) for _ in range(4)]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
     ended = [(process.communicate(timeout=120)[1], process.returncode) for process in started]
     assert ended == [("", 0)] * 4
     check_schema(empty_database_url)
