@@ -17,3 +17,7 @@ def blob_dir(data_dir: Path) -> Path:
 def broker_dir(data_dir: Path) -> Path:
     """The folder of the embedded broker."""
     return data_dir.absolute() / "broker"
+
+
+def log_dir(data_dir: Path) -> Path:
+    return data_dir.absolute() / "logs"

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import google.protobuf.message
-import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from tuning_db.catalog import PortSpec
 from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
-from tuning_db.keys import TensorSpec, sha256_json
+from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
@@ -49,7 +48,7 @@ def load(path: Path) -> ModelProto:
         raise InvalidModel("the file is empty")
     try:
         model = onnx.ModelProto.FromString(data)
-    except google.protobuf.message.DecodeError:
+    except DecodeError:
         raise InvalidModel("the file is not an ONNX model: it does not parse (truncated, or another format)") from None
     if not model.graph.node or not model.graph.output or not model.opset_import:
         raise InvalidModel("the file is not an ONNX model: it holds no graph, no output or no operator set")
@@ -95,7 +94,7 @@ def model_digest(model: ModelProto) -> str:
     return sha256_json(
         [
             "onnx",
-            sorted([entry.domain or "ai.onnx", int(entry.version)] for entry in model.opset_import),
+            to_json(sorted((entry.domain or "ai.onnx", int(entry.version)) for entry in model.opset_import)),
             [[p.name, p.dtype, list(p.shape)] for p in inputs_of(model)],
             [[p.name, p.dtype, values[p.name]] for p in outputs_of(model)],
             [
@@ -236,7 +235,7 @@ def _hash_node(node: NodeProto, values: Mapping[str, str]) -> str:
             node.op_type,
             [values[name] for name in node.input],
             len(node.output),
-            sorted([a.name, _hash_attribute(a, values)] for a in node.attribute),
+            to_json(sorted((a.name, _hash_attribute(a, values)) for a in node.attribute)),
         ]
     )
 
@@ -270,7 +269,7 @@ def _hash_tensor(tensor: TensorProto) -> str:
             digest.update(len(item).to_bytes(8, "little") + item)
     else:
         array = numpy_helper.to_array(tensor)
-        digest.update(np.ascontiguousarray(array).view(np.uint8) if array.size else b"")
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,85 @@
+"""`python -m workers`: a worker for the CPU of this machine. Stops with SIGTERM, and puts back the job it was on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from tuning_db.errors import TuneryError
+from tuning_db.keys import DeviceIdentity, Toolchain
+from tuning_db.messages import queue_for
+from tuning_db.store import TuningStore
+from workers import toolchain
+from workers.celery_app import create_app
+from workers.settings import Settings
+from workers.supervisor import Supervisor
+from workers.tasks import register
+
+_log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 2: this machine or its packages cannot be used, and the message says what to do."""
+    if arguments:
+        print("usage: python -m workers   (settings come from TUNERY_… variables)", file=sys.stderr)
+        return 2
+    settings = Settings()
+    try:
+        toolchain.check(toolchain.installed())
+        identity, target, tools = _probe()
+        store = TuningStore(settings.database_url)
+        store.ping()
+    except (toolchain.UntestedToolchain, ProbeFailed, TuneryError) as error:
+        _log.error("worker cannot start", message=str(error))
+        return 2
+    supervisor = Supervisor(settings, store, threading.Event())
+
+    def report() -> None:
+        while True:
+            try:
+                store.report_device(settings.worker_name, identity, target, tools)
+            except TuneryError as error:
+                _log.warning("device not reported", message=str(error))
+            if supervisor.stopping.wait(settings.report_interval_s):
+                return
+
+    threading.Thread(target=report, name="report-device", daemon=True).start()
+    app = create_app(settings)
+    register(app, supervisor)
+    _log.info("worker starts", device=identity.name, target=target, worker=settings.worker_name)
+    # Solo: one job at a time, its process started from the main thread, which lives as long as the worker does.
+    app.worker_main(
+        [
+            "worker", "--pool=solo", "--queues", queue_for(identity.name), "--hostname", f"{settings.worker_name}@%h",
+            "--loglevel=WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat",
+        ]
+    )  # fmt: skip
+    supervisor.stopping.set()
+    return 0
+
+
+class ProbeFailed(Exception):
+    """The device could not be probed. The message is the probe's own."""
+
+
+def _probe() -> tuple[DeviceIdentity, str, Toolchain]:
+    """Ask the device in a process of its own: it loads TVM, which this process never does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.devices.probe"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ProbeFailed(f"the device cannot be used: {lines[-1] if lines else f'status {done.returncode}'}")
+    data: dict[str, Any] = json.loads(done.stdout)
+    return DeviceIdentity.from_json(data["identity"]), data["target"], Toolchain.from_json(data["toolchain"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

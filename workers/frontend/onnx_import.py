@@ -1,0 +1,111 @@
+"""From an ONNX model with bound shapes to Relax: normalised by libraries first, then by the few rewrites of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+import onnxruntime
+import tvm
+from onnx import ModelProto, helper
+from tvm.relax.frontend.onnx import from_onnx
+
+from tuning_db.errors import ImportFailed
+from tuning_db.keys import TensorSpec
+from workers.frontend import onnx_model
+from workers.frontend.operators import SUPPORTED
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A model ready for the graph pipeline."""
+
+    module: tvm.ir.IRModule  #: `main` takes the inputs in order and returns the outputs in order
+    bound: ModelProto  #: the user's model with its shapes bound: what the reference runs
+    outputs: tuple[TensorSpec, ...]
+    nodes_before: int
+    nodes_after: int
+
+
+def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Imported:
+    """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed."""
+    model = onnx_model.load(path)
+    onnx_model.check_operators(model)
+    onnx_model.bind(model, inputs)
+    bound = ModelProto()
+    bound.CopyFrom(model)
+    normalised = sum_to_add(fold(inline_functions(model), scratch))
+    onnx_model.check_operators(normalised)
+    try:
+        module = from_onnx(normalised, keep_params_in_input=False)
+    except Exception as error:  # the importer raises whatever its converters run into
+        raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {_last_line(error)}") from error
+    return Imported(module, bound, static_outputs(normalised), len(model.graph.node), len(normalised.graph.node))
+
+
+def inline_functions(model: ModelProto) -> ModelProto:
+    """Replace the model's own functions, and the standard operators that TVM lacks, by their bodies."""
+    model = onnx.inliner.inline_local_functions(model)
+    opset = onnx_model.opset_of(model)
+    missing = {
+        node.op_type
+        for node in model.graph.node
+        if node.domain in ("", "ai.onnx")
+        and node.op_type not in SUPPORTED
+        and onnx_model.has_function_body(node.op_type, opset)
+    }
+    if not missing:
+        return model
+    return onnx.inliner.inline_selected_functions(
+        model, [("", name) for name in sorted(missing)], exclude=False, inline_schema_functions=True
+    )
+
+
+def fold(model: ModelProto, scratch: Path) -> ModelProto:
+    """ONNX Runtime's basic optimisation: constants, shapes and BatchNorm folded, no operator of its own added."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(scratch / "folded.onnx")
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ImportFailed(f"ONNX Runtime refuses the model: {_last_line(error)}") from error
+    return onnx.load(scratch / "folded.onnx")
+
+
+def sum_to_add(model: ModelProto) -> ModelProto:
+    """`Sum` of two or more as a chain of `Add`: the importer stacks and reduces, which costs two kernels and three
+    copies where one addition does."""
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "Sum" or len(node.input) < 2:
+            nodes.append(node)
+            continue
+        total = node.input[0]
+        for index, term in enumerate(node.input[1:], start=1):
+            last = index == len(node.input) - 1
+            result = node.output[0] if last else f"{node.output[0]}/partial_{index}"
+            nodes.append(helper.make_node("Add", [total, term], [result], name=f"{node.name}/add_{index}"))
+            total = result
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
+
+
+def static_outputs(model: ModelProto) -> tuple[TensorSpec, ...]:
+    """The outputs with every dimension known; ImportFailed names one that depends on the data."""
+    specs = []
+    for port in onnx_model.outputs_of(model):
+        if not all(isinstance(size, int) for size in port.shape):
+            raise ImportFailed(f"output {port.name!r} has the shape {list(port.shape)}, which depends on the data")
+        specs.append(TensorSpec(port.name, port.dtype, tuple(int(size) for size in port.shape if size is not None)))
+    return tuple(specs)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

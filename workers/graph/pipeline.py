@@ -1,0 +1,73 @@
+"""The graph pipeline: what is done to a Relax module before tasks are cut from it, and after schedules are applied.
+
+A record matches a task only if both were cut by exactly these passes, so `PIPELINE` names them in every key. Change a
+pass, its order or its options, and count the version up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import tvm
+from tvm import relax
+
+PIPELINE: Final = "cpu-fuse-prepack-1"
+
+
+def pass_context(opt_level: int = 3) -> Any:
+    """The options that every build of this pipeline uses, a candidate's and the final library's alike."""
+    return tvm.transform.PassContext(opt_level=opt_level)
+
+
+def before_tuning(target: tvm.target.Target) -> tvm.transform.Pass:
+    """Simplify, lower operators to loops, fuse, and mark the constant weights whose layout a schedule may choose."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.DecomposeOpsForInference(),
+            relax.transform.CanonicalizeBindings(),
+            relax.transform.EliminateCommonSubexpr(),
+            relax.transform.FoldConstant(),
+            relax.backend.DispatchSampling(),
+            relax.backend.DispatchSortScan(),
+            relax.transform.LegalizeOps(),
+            relax.transform.AnnotateTIROpPattern(),
+            relax.transform.FoldConstant(),
+            relax.transform.FuseOps(),
+            relax.transform.FuseTIR(),
+            relax.transform.DeadCodeElimination(),
+            relax.transform.AttachAttrLayoutFreeBuffers(),
+        ],
+        name=PIPELINE,
+    )
+
+
+def pack_weights() -> tvm.transform.Pass:
+    """After schedules are applied: put constant weights, at compile time, into the layouts that the schedules chose."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.SplitLayoutRewritePreproc(),
+            relax.transform.FoldConstant(),
+            relax.transform.DeadCodeElimination(),
+        ],
+        name="pack-weights",
+    )
+
+
+def lower_to_vm() -> tvm.transform.Pass:
+    """From call_tir to the virtual machine's instructions, memory planned."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.RewriteDataflowReshape(),
+            relax.transform.ToNonDataflow(),
+            relax.transform.RemovePurityChecking(),
+            relax.transform.CallTIRRewrite(),
+            relax.transform.StaticPlanBlockMemory(),
+            relax.transform.LowerAllocTensor(),
+            relax.transform.KillAfterLastUse(),
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ],
+        name="lower-to-vm",
+    )

@@ -1,0 +1,320 @@
+"""One warm process that has TVM imported and forks a child for each native step that may hang, crash or leak.
+
+Building a candidate, measuring it and proposing new ones all run code of TVM and LLVM that has been seen to loop for
+minutes, to abort, and to grow without bound; and importing TVM costs seconds. So the import is paid once, each step
+runs in a forked child with a session and a deadline of its own, and what a step leaks dies with it.
+
+The server itself never runs a kernel, trains a model or starts a thread: threads do not survive a fork. It keeps no
+state between requests, so it can be replaced at any time, which the client does when it has grown or died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+
+from workers.processes import die_with_parent
+
+_HEADER: Final = struct.Struct("!Q")
+_START_SERVER: Final = "import sys; from workers.search.forkserver import main; main(sys.argv[1:])"
+#: A server that has grown past this is replaced between two batches.
+MAX_SERVER_BYTES: Final = 2 << 30
+
+
+class ChildFailed(Exception):
+    """A forked step gave no result."""
+
+
+class ChildError(ChildFailed):
+    """The step raised; the message is the exception's own."""
+
+
+class ChildTimeout(ChildFailed):
+    """The step was still running at its deadline, and was killed with all its descendants."""
+
+
+class ChildCrashed(ChildFailed):
+    """The step died of a signal or left without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    id: int
+    function: str  #: "module:name", imported by the server
+    arguments: tuple[Any, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    id: int
+    outcome: str  #: "ok", "error", "timeout", "crash"
+    value: Any
+
+
+class ForkServer:
+    """Client of the warm process. Thread-safe; closing it ends the server and every child.
+
+    `preload` says what the server does before it serves, so that every child has it already: "module" to import, or
+    "module:function:argument" to call.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._pending: dict[int, Future[Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._start()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def submit(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Future[Any]:
+        """Run a module-level function in a forked child; the clock starts when the child does.
+
+        The future raises ChildError, ChildTimeout or ChildCrashed. Arguments and result are pickled: both sides are
+        this program, and nothing from outside is ever unpickled.
+        """
+        name = f"{function.__module__}:{function.__qualname__}"
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._socket is None:
+                raise ChildCrashed("the fork server is closed")
+            request = _Request(self._next_id, name, arguments, deadline_s)
+            self._next_id += 1
+            self._pending[request.id] = future
+            try:
+                _send(self._socket, request)
+            except OSError as error:
+                del self._pending[request.id]
+                future.set_exception(ChildCrashed(f"the fork server is gone: {error}"))
+        return future
+
+    def call(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+        """`submit` and wait."""
+        return self.submit(function, *arguments, deadline_s=deadline_s).result()
+
+    def recycle_if_grown(self) -> bool:
+        """Replace the server if it has died or grown past `MAX_SERVER_BYTES`. Call it when nothing is pending."""
+        try:
+            alive = self._process is not None and self._process.poll() is None
+            if alive and psutil.Process(self.pid).memory_info().rss <= MAX_SERVER_BYTES:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+        self._stop()
+        self._start()
+        return True
+
+    def close(self) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            # Not -m: the classes that cross the socket must have the same module name on both sides.
+            [sys.executable, "-c", _START_SERVER, str(theirs.fileno()), str(os.getpid()), *self._preload],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._socket = ours
+        threading.Thread(target=self._receive, args=(ours,), name="forkserver-answers", daemon=True).start()
+
+    def _stop(self) -> None:
+        with self._lock:
+            connection, process = self._socket, self._process
+            self._socket = self._process = None
+        if connection is not None:
+            # The server ends its children and itself when the connection is shut.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if process is not None:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if connection is not None:
+            connection.close()
+
+    def _receive(self, connection: socket.socket) -> None:
+        while True:
+            try:
+                answer = _receive(connection)
+            except (OSError, EOFError):
+                break
+            with self._lock:
+                future = self._pending.pop(answer.id)
+            if answer.outcome == "ok":
+                future.set_result(answer.value)
+            else:
+                kinds = {"error": ChildError, "timeout": ChildTimeout, "crash": ChildCrashed}
+                future.set_exception(kinds[answer.outcome](answer.value))
+        with self._lock:
+            lost = list(self._pending.values())
+            self._pending.clear()
+        for future in lost:
+            future.set_exception(ChildCrashed("the fork server died"))
+
+
+def _send(connection: socket.socket, message: object) -> None:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    connection.sendall(_HEADER.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> Any:
+    size = _HEADER.unpack(_read_exactly(connection, _HEADER.size))[0]
+    return pickle.loads(_read_exactly(connection, size))  # noqa: S301 - from our own other half
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+class _Child:
+    """A forked step, as the server sees it."""
+
+    def __init__(self, request: _Request, pid: int, pipe: int) -> None:
+        self.request = request
+        self.pid = pid
+        self.pipe = pipe
+        self.deadline = time.monotonic() + request.deadline_s
+        self.output = bytearray()
+
+    def end(self) -> int:
+        """Kill whatever is left of the child's session and return its wait status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return os.waitpid(self.pid, 0)[1]
+
+
+class _Server:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._children: dict[int, _Child] = {}
+
+    def serve(self) -> None:
+        while True:
+            next_deadline = min((child.deadline for child in self._children.values()), default=None)
+            wait_s = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
+            for key, _ in self._selector.select(wait_s):
+                if key.fileobj is self._connection:
+                    try:
+                        request = _receive(self._connection)
+                    except (EOFError, OSError):
+                        for child in self._children.values():
+                            child.end()
+                        return
+                    self._fork(request)
+                else:
+                    self._read(self._children[key.fd])
+            now = time.monotonic()
+            for child in [c for c in self._children.values() if c.deadline <= now]:
+                self._finish(child, "timeout", f"killed after {child.request.deadline_s:g} s")
+
+    def _fork(self, request: _Request) -> None:
+        read, write = os.pipe()
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            _run_child(request, write, server_pid)
+        os.close(write)
+        child = _Child(request, pid, read)
+        self._children[read] = child
+        self._selector.register(read, selectors.EVENT_READ)
+
+    def _read(self, child: _Child) -> None:
+        part = os.read(child.pipe, 1 << 20)
+        if part:
+            child.output += part
+            return
+        if child.output:
+            outcome, value = pickle.loads(child.output)  # noqa: S301 - from our own child
+            self._finish(child, outcome, value)
+        else:
+            self._finish(child, "crash", None)
+
+    def _finish(self, child: _Child, outcome: str, value: Any) -> None:
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        del self._children[child.pipe]
+        status = child.end()
+        if outcome == "crash":
+            if os.WIFSIGNALED(status):
+                number = os.WTERMSIG(status)
+                value = f"died of {signal.Signals(number).name}"
+            else:
+                value = f"left with status {os.WEXITSTATUS(status)}"
+        _send(self._connection, _Answer(child.request.id, outcome, value))
+
+
+def _run_child(request: _Request, pipe: int, server_pid: int) -> None:
+    """Body of the forked child; never returns."""
+    status = 1
+    try:
+        os.setsid()
+        die_with_parent(server_pid)
+        module, name = request.function.split(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+            answer = ("ok", function(*request.arguments))
+            data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            lines = traceback.format_exception_only(error)
+            data = pickle.dumps(("error", "".join(lines).strip()[-2000:]))
+        with os.fdopen(pipe, "wb") as out:
+            out.write(data)
+        status = 0
+    finally:
+        # Neither destructors nor exit handlers: a child that has answered has nothing left to do, and TVM's hang.
+        os._exit(status)
+
+
+def main(arguments: Sequence[str]) -> None:
+    die_with_parent(int(arguments[1]))
+    connection = socket.socket(fileno=int(arguments[0]))
+    for entry in arguments[2:]:
+        module, _, call = entry.partition(":")
+        imported = importlib.import_module(module)
+        if call:
+            function, _, argument = call.partition(":")
+            getattr(imported, function)(argument)
+    _Server(connection).serve()
