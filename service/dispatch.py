@@ -12,7 +12,8 @@ from tuning_db.errors import BrokerUnavailable
 from tuning_db.jobs import Job
 from tuning_db.messages import TUNE_TASK, broker_config, queue_for
 
-#: A request waits at most about this long for a broker that does not answer; the sweep sends the message later.
+#: For each attempt to reach the broker, of which the Redis client makes a few: a request waits seconds, not minutes,
+#: for one that does not answer. The sweep sends the message later.
 _TIMEOUT_S = 2.0
 
 
