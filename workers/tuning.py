@@ -162,12 +162,11 @@ class Attempt:
         self.stage("publish", f"{label} library, {latency[label]['median_s'] * 1e3:.3f} ms")
         manifest: dict[str, Json] = {
             "manifest_version": MANIFEST_VERSION,
-            "key": self.key.digest(),
-            "fields": self.key.to_json(),
             "entry": "main",
             "inputs": to_json(self.key.inputs),
             "outputs": to_json(imported.outputs),
-            "library": {"sha256": digest, "size_bytes": size, "variant": label, "format": "tvm-relax-vm-so"},
+            "format": "tvm-relax-vm-so",
+            "variant": label,
             "latency": to_json(latency),
             "check": verdict["checks"][label],
             "graph": {"nodes_before": imported.nodes_before, "nodes_after": imported.nodes_after, "tasks": len(found)},

@@ -82,14 +82,20 @@ def identity_of(facts: CpuFacts) -> DeviceIdentity:
         present = set(fields.get("Features", "").split())
         table = AARCH64_FEATURES
         implementer = fields.get("CPU implementer", "unknown")
-        vendor = _ARM_IMPLEMENTERS.get(implementer, implementer)
+        vendor = str(_ARM_IMPLEMENTERS.get(implementer, implementer))
         part, variant, revision = (fields.get(f"CPU {what}", "?") for what in ("part", "variant", "revision"))
         model = f"part {part} variant {variant} r{revision}"
     features = tuple(sorted(llvm for llvm, kernel in table.items() if kernel in present))
     return DeviceIdentity("cpu", vendor, model, facts.arch, features, facts.cores, facts.cache_bytes, facts.board)
 
 
-_ARM_IMPLEMENTERS: Final = {"0x41": "ARM", "0x61": "Apple", "0xc0": "Ampere", "0x4e": "NVIDIA", "0x51": "Qualcomm"}
+_ARM_IMPLEMENTERS: Final[Mapping[str, str]] = {
+    "0x41": "ARM",
+    "0x61": "Apple",
+    "0xc0": "Ampere",
+    "0x4e": "NVIDIA",
+    "0x51": "Qualcomm",
+}
 
 
 def target_of(identity: DeviceIdentity, mcpu: str) -> str:

@@ -1,0 +1,58 @@
+"""Runs a fetched library in this process and compares it with ONNX Runtime: `run_library.py FOLDER MODEL.onnx`.
+
+Needs TVM's runtime, NumPy and ONNX Runtime, and nothing of Tunery: this is what a user's own program does. Prints JSON.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TVM_BIND_THREADS", "0")  # TVM's threads are not tied to cores that others use
+
+import numpy as np
+import onnxruntime
+import tvm
+from tvm import relax
+
+
+def main(folder: Path, model: Path) -> dict[str, float]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(folder / "library.so")), tvm.cpu())
+
+    generator = np.random.default_rng(7)
+    arrays = {
+        spec["name"]: np.asarray(generator.standard_normal(spec["shape"])).astype(spec["dtype"])
+        for spec in manifest["inputs"]
+    }
+    tensors = [tvm.runtime.tensor(arrays[spec["name"]]) for spec in manifest["inputs"]]
+    result = machine["main"](*tensors)
+    outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = manifest["key_fields"]["device"]["cores"]
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    reference = session.run(None, arrays)
+
+    samples: dict[str, list[float]] = {"tuned_s": [], "onnxruntime_s": []}
+    for _ in range(30):  # in turns, so that a busy machine is busy for both
+        for name, call in (
+            ("tuned_s", lambda: machine["main"](*tensors)),
+            ("onnxruntime_s", lambda: session.run(None, arrays)),
+        ):
+            start_s = time.perf_counter()
+            for _ in range(10):
+                call()
+            samples[name].append((time.perf_counter() - start_s) / 10)
+    return {
+        "max_abs_diff": max(float(np.abs(a - b).max()) for a, b in zip(outputs, reference, strict=True)),
+        **{name: statistics.median(taken) for name, taken in samples.items()},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
