@@ -84,9 +84,9 @@ def propose(
             )
     # The strategy does not know what was measured before this process, and offers it again: ask for that many more.
     wanted = count + (min(len(known), space.parents) if model is not None else 0)
-    context.pre_tuning(
-        wanted, wanted, context.generate_design_space(), database, model.to_tvm() if model is not None else None
-    )
+    # MetaSchedule's default would be a random model too, with a seed that nobody can set.
+    ranking = model.to_tvm() if model is not None else ms.cost_model.RandomModel(seed=seed)
+    context.pre_tuning(wanted, wanted, context.generate_design_space(), database, ranking)
     traces: dict[str, str] = {}
     for candidate in context.generate_measure_candidates() or ():
         trace = canonical_trace(candidate.sch.trace.as_json())
