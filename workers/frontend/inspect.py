@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tuning_db.catalog import ModelInfo
 from tuning_db.errors import InvalidRequest, UnsupportedOperator
-from tuning_db.keys import Json, TensorSpec, to_json
+from tuning_db.keys import Json, to_json
 
 #: Address space for the parser: the file several times over, and room for the libraries.
 _BASE_BYTES = 4 << 30
@@ -48,9 +49,7 @@ def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
     opset = onnx_model.opset_of(model)
     onnx_model.check_operators(model)
     if bind is not None:
-        onnx_model.bind(
-            model, [TensorSpec(p.name, bind[p.name]["dtype"], tuple(bind[p.name]["shape"])) for p in inputs]
-        )
+        onnx_model.bind(model, ModelInfo(digest, "", "onnx", 0, inputs, outputs).bind(bind))
     return {
         "ok": True,
         "digest": digest,

@@ -38,7 +38,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     bound = ModelProto()
     bound.CopyFrom(model)
     normalised = sum_to_add(fold(inline_functions(model), scratch))
-    onnx_model.check_operators(normalised)
+    onnx_model.check_operators(normalised, folded=True)
     try:
         module = from_onnx(normalised, keep_params_in_input=False)
     except Exception as error:  # the importer raises whatever its converters run into

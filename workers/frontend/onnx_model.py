@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnx
-from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    numpy_helper,
+)
 
 from tuning_db.catalog import PortSpec
 from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
@@ -37,6 +47,11 @@ _DTYPES: Final[Mapping[int, str]] = {
     TensorProto.BOOL: "bool",
 }
 
+#: Operators whose outputs are constant of nothing.
+_RANDOM: Final = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+
 #: A dimension's symbol. Exporters also write "?", "-1" or nothing for an unknown size; those bind independently.
 _SYMBOL = re.compile(r"[A-Za-z_][\w.:/ +*-]*")
 
@@ -52,15 +67,18 @@ def load(path: Path) -> ModelProto:
         raise InvalidModel("the file is not an ONNX model: it does not parse (truncated, or another format)") from None
     if not model.graph.node or not model.graph.output or not model.opset_import:
         raise InvalidModel("the file is not an ONNX model: it holds no graph, no output or no operator set")
-    for tensor in _tensors(model.graph):
-        if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
+    for message in _messages(model):
+        _check_text(message)
+        if isinstance(message, TensorProto) and (
+            message.data_location == TensorProto.EXTERNAL or message.external_data
+        ):
             raise InvalidModel(
-                f"tensor {tensor.name!r} keeps its data in another file; save the model as one file "
+                f"tensor {message.name!r} keeps its data in another file; save the model as one file "
                 "(onnx.save_model with save_as_external_data=False)"
             )
     try:
         onnx.checker.check_model(data)
-    except onnx.checker.ValidationError as error:
+    except (onnx.checker.ValidationError, ValueError) as error:
         raise InvalidModel(f"the file is not a valid ONNX model: {_first_line(error)}") from None
     return model
 
@@ -86,29 +104,27 @@ def model_digest(model: ModelProto) -> str:
     Producer, doc strings, node names, names of inner tensors, the order of independent nodes, dead nodes and the
     spelling of a tensor's bytes (raw or typed) do not change it; input and output names do, for users feed by them.
     """
-    values: dict[str, str] = {"": "absent"}
+    values = _Values({"": "absent"})
     for port in inputs_of(model):
         values[port.name] = sha256_json(["input", port.name, port.dtype, list(port.shape)])
     _hash_graph(model.graph, values)
-    functions = {(f.domain, f.name): f for f in model.functions}
     return sha256_json(
         [
             "onnx",
             to_json(sorted((entry.domain or "ai.onnx", int(entry.version)) for entry in model.opset_import)),
             [[p.name, p.dtype, list(p.shape)] for p in inputs_of(model)],
             [[p.name, p.dtype, values[p.name]] for p in outputs_of(model)],
-            [
-                [domain, name, hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()]
-                for (domain, name), function in sorted(functions.items())
-            ],
+            to_json(sorted((f.domain, f.name, f.overload, _hash_function(f)) for f in model.functions)),
         ]
     )
 
 
-def check_operators(model: ModelProto) -> None:
+def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
-    A node that depends on constants and shapes alone is folded before import, whatever its operator.
+    A node that depends on constants and shapes alone is folded before import, whatever its operator, and an operator
+    with a standard or local definition is replaced by it. Of a model in which that is done, `folded`, the importer
+    must know every operator.
     """
     opset = opset_of(model)
     if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
@@ -119,14 +135,19 @@ def check_operators(model: ModelProto) -> None:
     local = {(function.domain, function.name) for function in model.functions}
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     for node in model.graph.node:
-        if node.op_type in ("Constant", "Shape", "Size") or all(name in constant for name in node.input):
-            constant.update(node.output)
-            continue
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if (domain, node.op_type) in local or (domain == "" and node.op_type in SUPPORTED):
+        if domain == "" and node.op_type in SUPPORTED:
+            if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
+                constant.update(node.output)
             continue
-        if domain == "" and has_function_body(node.op_type, opset):
-            continue
+        if not folded:
+            if node.op_type not in _RANDOM and constant.issuperset(_reads(node)):
+                constant.update(node.output)
+                continue
+            if domain == "" and node.op_type == "If" and node.input[0] in constant:
+                continue  # replaced by the branch that is taken
+            if (domain, node.op_type) in local or (domain == "" and has_function_body(node.op_type, opset)):
+                continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type
         raise UnsupportedOperator(
             f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled; "
@@ -135,6 +156,17 @@ def check_operators(model: ModelProto) -> None:
             node=node.name or node.output[0],
             opset=opset,
         )
+
+
+def _reads(node: NodeProto) -> set[str]:
+    """The tensors that a node depends on, those included that its subgraphs take from outside."""
+    names = set(node.input)
+    for attribute in node.attribute:
+        for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            inner = {name for inside in graph.node for name in _reads(inside)} | {value.name for value in graph.output}
+            own = {value.name for value in (*graph.input, *graph.initializer)}
+            names |= inner - own - {name for inside in graph.node for name in inside.output}
+    return names
 
 
 def has_function_body(op_type: str, opset: int) -> bool:
@@ -186,10 +218,9 @@ def _port(value: ValueInfoProto, what: str) -> PortSpec:
         raise InvalidModel(f"{what} {value.name!r} is not a tensor; sequences, maps and optionals cannot be compiled")
     tensor = value.type.tensor_type
     if tensor.elem_type not in _DTYPES:
-        raise InvalidModel(
-            f"{what} {value.name!r} has element type {TensorProto.DataType.Name(tensor.elem_type).lower()}, "
-            "which cannot be compiled"
-        )
+        known = tensor.elem_type in TensorProto.DataType.values()
+        name = TensorProto.DataType.Name(tensor.elem_type).lower() if known else f"number {tensor.elem_type}"
+        raise InvalidModel(f"{what} {value.name!r} has element type {name}, which cannot be compiled")
     return PortSpec(value.name, _DTYPES[tensor.elem_type], tuple(_dimension(d) for d in tensor.shape.dim))
 
 
@@ -199,18 +230,30 @@ def _dimension(dim: Any) -> int | str | None:
     return str(dim.dim_param) if _SYMBOL.fullmatch(dim.dim_param) else None
 
 
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield sparse.values
-        yield sparse.indices
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from _tensors(inner)
+def _messages(message: Message) -> Iterator[Message]:
+    """The message and all that it holds at any depth: functions, subgraphs and training information too."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in (value,) if isinstance(value, Message) else value:
+                yield from _messages(inner)
+
+
+def _check_text(message: Message) -> None:
+    """Protobuf hands out text that is not UTF-8 as bytes, and ONNX's checker stumbles over it."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_STRING:
+            for text in (value,) if isinstance(value, str | bytes) else value:
+                if isinstance(text, bytes):
+                    raise InvalidModel(f"the file is not a valid ONNX model: a {field.full_name} is not UTF-8 text")
+
+
+class _Values(dict[str, str]):
+    """The hash of each tensor in scope, by its name."""
+
+    def __missing__(self, name: str) -> str:
+        # ONNX's checker does not look for the outputs of functions and subgraphs.
+        raise InvalidModel(f"the file is not a valid ONNX model: nothing produces the tensor {name!r}")
 
 
 def _hash_graph(graph: GraphProto, values: dict[str, str]) -> None:
@@ -254,11 +297,28 @@ def _hash_attribute(attribute: AttributeProto, values: Mapping[str, str]) -> str
 
 
 def _hash_subgraph(graph: GraphProto, outer: Mapping[str, str]) -> str:
-    values = dict(outer)
+    values = _Values(outer)
     for index, value in enumerate(graph.input):
         values[value.name] = sha256_json(["subgraph input", index])
     _hash_graph(graph, values)
     return sha256_json(["subgraph", len(graph.input), [values[value.name] for value in graph.output]])
+
+
+def _hash_function(function: FunctionProto) -> str:
+    values = _Values({"": "absent"})
+    values.update((name, sha256_json(["function input", index])) for index, name in enumerate(function.input))
+    nodes = GraphProto(node=function.node)
+    _hash_graph(nodes, values)
+    return sha256_json(
+        [
+            "function",
+            len(function.input),
+            to_json(sorted((entry.domain or "ai.onnx", int(entry.version)) for entry in function.opset_import)),
+            sorted(function.attribute),
+            to_json(sorted((a.name, _hash_attribute(a, values)) for a in function.attribute_proto)),
+            [values[name] for name in function.output],
+        ]
+    )
 
 
 def _hash_tensor(tensor: TensorProto) -> str:
@@ -268,7 +328,12 @@ def _hash_tensor(tensor: TensorProto) -> str:
         for item in tensor.string_data:
             digest.update(len(item).to_bytes(8, "little") + item)
     else:
-        array = numpy_helper.to_array(tensor)
+        try:
+            array = numpy_helper.to_array(tensor)
+        except (ValueError, KeyError, TypeError, NotImplementedError):
+            raise InvalidModel(
+                f"tensor {tensor.name!r} holds data that does not fit its type and shape {list(tensor.dims)}"
+            ) from None
         digest.update(array.tobytes())
     return digest.hexdigest()
 
