@@ -79,10 +79,13 @@ class ForkServer:
     def __init__(self, preload: Sequence[str]) -> None:
         self._preload = tuple(preload)
         self._lock = threading.Lock()
+        # Not the same lock: a full socket may hold up a request until answers are taken, which needs the other one.
+        self._send_lock = threading.Lock()
         self._next_id = 0
         self._pending: dict[int, Future[Any]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._receiver: threading.Thread | None = None
         self._start()
 
     def __enter__(self) -> ForkServer:
@@ -110,11 +113,15 @@ class ForkServer:
             request = _Request(self._next_id, name, arguments, deadline_s)
             self._next_id += 1
             self._pending[request.id] = future
-            try:
-                _send(self._socket, request)
-            except OSError as error:
-                del self._pending[request.id]
-                future.set_exception(ChildCrashed(f"the fork server is gone: {error}"))
+            connection = self._socket
+        try:
+            with self._send_lock:
+                _send(connection, request)
+        except OSError as error:
+            with self._lock:
+                lost = self._pending.pop(request.id, None)
+            if lost is not None:  # else the receiver has seen it first
+                lost.set_exception(ChildCrashed(f"the fork server is gone: {error}"))
         return future
 
     def call(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
@@ -147,7 +154,8 @@ class ForkServer:
         )
         theirs.close()
         self._socket = ours
-        threading.Thread(target=self._receive, args=(ours,), name="forkserver-answers", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, args=(ours,), name="forkserver-answers", daemon=True)
+        self._receiver.start()
 
     def _stop(self) -> None:
         with self._lock:
@@ -163,6 +171,9 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._receiver is not None:
+            # It fails what is still pending, which must not be a request to the next server.
+            self._receiver.join()
         if connection is not None:
             connection.close()
 
@@ -220,6 +231,8 @@ class _Child:
         """Kill whatever is left of the child's session and return its wait status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # It may not have come to making its session yet.
+        os.kill(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, 0)[1]
 
 
@@ -255,6 +268,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             os.close(read)
+            self._connection.close()
             _run_child(request, write, server_pid)
         os.close(write)
         child = _Child(request, pid, read)
@@ -266,11 +280,11 @@ class _Server:
         if part:
             child.output += part
             return
-        if child.output:
+        try:
             outcome, value = pickle.loads(child.output)  # noqa: S301 - from our own child
-            self._finish(child, outcome, value)
-        else:
-            self._finish(child, "crash", None)
+        except Exception:  # nothing, or what a child had written when it was killed
+            outcome, value = "crash", None
+        self._finish(child, outcome, value)
 
     def _finish(self, child: _Child, outcome: str, value: Any) -> None:
         self._selector.unregister(child.pipe)
