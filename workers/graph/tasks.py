@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
@@ -38,7 +39,7 @@ def extract(module: tvm.ir.IRModule) -> list[Task]:
         structural_hash = str(ms.database.Workload(normalised).as_json()[0])
         same_hash = tasks.setdefault(structural_hash, [])
         for task in same_hash:
-            if tvm.ir.structural_equal(task.module, normalised):
+            if tvm_ffi.structural_equal(task.module, normalised):
                 break
         else:
             task = Task(normalised, structural_hash, has_reduction=_has_reduction(normalised))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import tvm
+import tvm_ffi
 from tvm.s_tir import meta_schedule as ms
 
 from tuning_db.jobs import Claim
@@ -41,7 +42,7 @@ class Records:
         adopted = []
         for module, workload in zip(modules, fresh, strict=True):
             for known in stored.get(workload.structural_hash, ()):
-                if tvm.ir.structural_equal(to_tvm_workload(known).mod, module):
+                if tvm_ffi.structural_equal(to_tvm_workload(known).mod, module):
                     adopted.append(known)
                     break
             else:
