@@ -53,7 +53,7 @@ clean: ## remove the environment and every cache; what the service has stored in
 	@touch $@
 
 .venv/dev: .venv/demo requirements/dev.txt
-	$(PIP_INSTALL) -r requirements/dev.txt
+	$(PIP_INSTALL) --no-warn-conflicts -r requirements/dev.txt  # the model's package stays without what it asks for
 	@touch $@
 
 # Tests start servers of their own on free ports. RUNLEVEL keeps Debian from starting its own as well.
