@@ -175,7 +175,7 @@ def has_function_body(op_type: str, opset: int) -> bool:
         schema = onnx.defs.get_schema(op_type, max_inclusive_version=opset)
     except onnx.defs.SchemaError:
         return False
-    return bool(schema.has_function)
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def bind(model: ModelProto, inputs: Sequence[TensorSpec]) -> None:

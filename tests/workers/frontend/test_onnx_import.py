@@ -1,0 +1,110 @@
+"""From ONNX to Relax: the rewrites, and what the importer must get right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from onnx import ModelProto, TensorProto, helper
+from tvm import relax
+
+from tests.workers.frontend.test_onnx_model import celu, folded_determinant, scaled
+from tests.workers.models import conv_bn_relu, make_model, matmuls, port, save
+from tuning_db.errors import ImportFailed, TuneryError, UnsupportedOperator
+from tuning_db.keys import TensorSpec
+from workers.frontend.onnx_import import import_onnx, inline_functions, sum_to_add
+
+
+def operators(model: ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def test_sum_becomes_add() -> None:
+    """`Sum` of n tensors becomes n - 1 additions with the same result name; of one it is left alone."""
+    terms = [f"t{i}" for i in range(3)]
+    model = make_model(
+        [helper.make_node("Sum", terms, ["s"], name="all"), helper.make_node("Sum", ["s"], ["y"])],
+        [port(name, 2, 3) for name in terms],
+        [port("y", 2, 3)],
+    )
+    rewritten = sum_to_add(model)
+    assert operators(rewritten) == ["Add", "Add", "Sum"]
+    first, second, _ = rewritten.graph.node
+    assert [*first.input, *second.input] == ["t0", "t1", first.output[0], "t2"]
+    assert list(second.output) == ["s"]
+
+
+def test_functions_are_inlined() -> None:
+    """A model's own functions and the standard's are replaced by their bodies; what TVM converts itself is not."""
+    assert operators(inline_functions(scaled())) == ["Constant", "Mul", "Identity"]
+    assert "Celu" not in operators(inline_functions(celu()))
+    assert operators(inline_functions(matmuls())) == operators(matmuls())
+
+
+def test_import(tmp_path: Path) -> None:
+    """The module takes the inputs in order; batch normalisation is folded into the convolution before it."""
+    specs = (TensorSpec("x", "float32", (2, 8, 14, 14)),)
+    imported = import_onnx(save(conv_bn_relu(), tmp_path), specs, tmp_path)
+    assert isinstance(imported.module["main"], relax.Function)
+    assert [list(p.ty.shape.values) for p in imported.module["main"].params] == [[2, 8, 14, 14]]
+    assert imported.outputs == (TensorSpec("y", "float32", (2, 16, 14, 14)),)
+    assert (imported.nodes_before, imported.nodes_after) == (3, 2)
+    assert operators(imported.bound) == ["Conv", "BatchNormalization", "Relu"]
+
+
+def test_constants_are_folded(tmp_path: Path) -> None:
+    """An operator that TVM lacks is computed before import where it depends on constants alone."""
+    imported = import_onnx(save(folded_determinant(), tmp_path), (TensorSpec("x", "float32", (2, 3)),), tmp_path)
+    assert imported.nodes_after == 1
+
+
+def runtime_shape() -> ModelProto:
+    return make_model(
+        [helper.make_node("Reshape", ["x", "s"], ["y"])],
+        [port("x", 2, 3), port("s", 2, dtype=TensorProto.INT64)],
+        [port("y", "A", "B")],
+    )
+
+
+def positions() -> ModelProto:
+    return make_model(
+        [helper.make_node("NonZero", ["x"], ["y"])], [port("x", 2, 3)], [port("y", 2, "n", dtype=TensorProto.INT64)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "specs"),
+    [
+        (runtime_shape(), (TensorSpec("x", "float32", (2, 3)), TensorSpec("s", "int64", (2,)))),
+        (positions(), (TensorSpec("x", "float32", (2, 3)),)),
+    ],
+)
+def test_shapes_that_depend_on_data(model: ModelProto, specs: tuple[TensorSpec, ...], tmp_path: Path) -> None:
+    """A model whose shapes depend on its data fails at import, and says so (tvm#20174)."""
+    with pytest.raises(ImportFailed) as caught:
+        import_onnx(save(model, tmp_path), specs, tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+def test_body_with_an_unsupported_operator(tmp_path: Path) -> None:
+    """An operator that TVM lacks is refused by name also where it only appears when functions are inlined."""
+    function = helper.make_function(
+        "custom", "Hidden", ["v"], ["o"], [helper.make_node("Det", ["v"], ["o"])], [helper.make_opsetid("", 17)]
+    )
+    model = make_model(
+        [helper.make_node("Hidden", ["x"], ["y"], domain="custom")],
+        [port("x", 3, 3)],
+        [port("y")],
+        ir_version=10,
+        functions=[function],
+    )
+    with pytest.raises(UnsupportedOperator, match="Det"):
+        import_onnx(save(model, tmp_path), (TensorSpec("x", "float32", (3, 3)),), tmp_path)
+
+
+def test_contradiction_that_only_the_runtime_sees(tmp_path: Path) -> None:
+    """Channels that do not fit a convolution's weights end the import with an error of ours."""
+    model = conv_bn_relu()
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "C"
+    with pytest.raises(TuneryError):
+        import_onnx(save(model, tmp_path), (TensorSpec("x", "float32", (1, 9, 14, 14)),), tmp_path)

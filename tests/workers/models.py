@@ -1,0 +1,93 @@
+"""Small ONNX models for tests, and how they are written to files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    """Standard normal numbers, small enough that sums of a few hundred products stay near 1."""
+    return (np.random.default_rng(seed).standard_normal(shape) / 8).astype(np.float32)
+
+
+def port(name: str, *shape: int | str, dtype: int = TensorProto.FLOAT) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, list(shape))
+
+
+def make_model(
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+    weights: dict[str, NDArray[Any]] | None = None,
+    *,
+    opset: int = 17,
+    ir_version: int = 8,
+    functions: Sequence[FunctionProto] = (),
+) -> ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "graph",
+        list(inputs),
+        list(outputs),
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    domains = {function.domain: 1 for function in functions} | {"": opset}
+    return helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid(domain, version) for domain, version in domains.items()],
+        ir_version=ir_version,
+        functions=list(functions),
+    )
+
+
+def save(model: ModelProto, folder: Path, name: str = "model.onnx") -> Path:
+    path = folder / name
+    onnx.save_model(model, path)
+    return path
+
+
+def matmuls() -> ModelProto:
+    """Two matrix products side by side, added, softmax: `y = softmax(x·left + x·right)`."""
+    return make_model(
+        [
+            helper.make_node("MatMul", ["x", "left"], ["a"], name="first"),
+            helper.make_node("MatMul", ["x", "right"], ["b"], name="second"),
+            helper.make_node("Add", ["a", "b"], ["c"], name="sum"),
+            helper.make_node("Softmax", ["c"], ["y"], name="last", axis=-1),
+        ],
+        [port("x", "N", 8)],
+        [port("y", "N", 4)],
+        {"left": normal(8, 4, seed=1), "right": normal(8, 4, seed=2)},
+    )
+
+
+def conv_bn_relu(channels: int = 16, size: int = 14) -> ModelProto:
+    """A 3x3 convolution with batch normalisation and ReLU, as exporters write it; the batch is symbolic."""
+    bn = {name: normal(channels, seed=i) for i, name in enumerate(("scale", "shift", "mean"), start=3)}
+    return make_model(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
+            helper.make_node("BatchNormalization", ["c", "scale", "shift", "mean", "variance"], ["n"]),
+            helper.make_node("Relu", ["n"], ["y"]),
+        ],
+        [port("x", "N", 8, size, size)],
+        [port("y", "N", channels, size, size)],
+        {"w": normal(channels, 8, 3, 3), **bn, "variance": np.abs(normal(channels, seed=9)) + 1},
+    )
+
+
+def lstm() -> ModelProto:
+    """An operator that cannot be compiled, on data."""
+    return make_model(
+        [helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="memory", hidden_size=4)],
+        [port("x", 5, 1, 3)],
+        [port("y", 5, 1, 1, 4)],
+        {"w": normal(1, 16, 3), "r": normal(1, 16, 4)},
+    )
