@@ -1,0 +1,121 @@
+"""What becomes of a job when its processes are killed or it is cancelled: it finishes or ends, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.client import JobCancelled, JobHandle, Tunery
+from tests.e2e.conftest import INPUTS, Service, running, wait_for
+
+TRIALS = 32
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[tuple[Service, Tunery]]:
+    """A service of the test's own: it is going to be damaged."""
+    with running(tmp_path / "data") as service, Tunery(service.url) as client:
+        yield service, client
+
+
+def start(service: Service, client: Tunery, model: Path) -> JobHandle:
+    """A job that has measured something and has more to measure."""
+    job = client.submit(model, inputs=INPUTS, search={"trials": TRIALS, "seconds": 200})
+    wait_for(lambda: service.stored_trials() >= 4, 120, "the first trials are stored")
+    return job
+
+
+def assert_finished_without_repeating(service: Service, job: JobHandle) -> None:
+    job.wait(240)
+    # The job counts every trial that it measured; a candidate measured twice would be counted twice and stored once.
+    assert job.job["trials_measured"] == service.stored_trials() == TRIALS
+    wait_for(lambda: not service.job_processes(), 10, "the job's processes are gone")
+
+
+def test_kill_9_of_the_tuning_process(fresh: tuple[Service, Tunery], small_model: Path) -> None:
+    """A tuning process that is killed is started again and goes on from its records."""
+    service, client = fresh
+    job = start(service, client, small_model)
+    pid = service.pid_of(f"workers.tuning {job.id}")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert_finished_without_repeating(service, job)
+    assert job.job["attempt"] == 2
+
+
+def test_kill_9_of_the_worker(fresh: tuple[Service, Tunery], small_model: Path) -> None:
+    """A worker that is killed takes its job's processes with it; the sweep gives the job to the next worker."""
+    service, client = fresh
+    job = start(service, client, small_model)
+    before = set(service.job_processes())
+    assert before
+    os.kill(service.pids["worker"], signal.SIGKILL)
+    wait_for(lambda: not before & set(service.job_processes()), 5, "the dead worker's processes are gone")
+    assert_finished_without_repeating(service, job)
+    assert job.job["attempt"] == 2
+
+
+def test_kill_9_of_the_api(fresh: tuple[Service, Tunery], small_model: Path) -> None:
+    """The job goes on while the API is away, and its events are read on from where they broke."""
+    service, client = fresh
+    job = start(service, client, small_model)
+    os.kill(service.pids["api"], signal.SIGKILL)
+    assert_finished_without_repeating(service, job)
+    assert job.job["attempt"] == 1
+
+
+def test_kill_9_of_everything(small_model: Path, tmp_path: Path) -> None:
+    """`tunery up` itself is killed: all its processes end, and the next one finishes the job."""
+    with running(tmp_path / "data") as service, Tunery(service.url) as client:
+        job = start(service, client, small_model)
+        os.kill(service.process.pid, signal.SIGKILL)
+        wait_for(lambda: not service.processes(), 30, "everything ends with the supervisor")
+    with running(tmp_path / "data") as service, Tunery(service.url) as client:
+        assert_finished_without_repeating(service, client.job(job.id))
+
+
+@pytest.mark.parametrize("moment", ["while candidates are built", "while candidates are measured"])
+def test_cancel(fresh: tuple[Service, Tunery], small_model: Path, moment: str) -> None:
+    """A cancelled job is CANCELLED within seconds, its process tree is gone, and what it measured is kept."""
+    service, client = fresh
+    job = client.submit(small_model, inputs=INPUTS, search={"trials": 400, "seconds": 400})
+    seen = 0
+    for event in job.events(timeout_s=120):
+        seen += event.type == "trial"
+        if moment == "while candidates are measured" and seen == 3:
+            break
+        # Between "search" and the first trial, candidates are proposed and built.
+        if moment == "while candidates are built" and event.type == "stage" and event.data["stage"] == "search":
+            wait_for(lambda: service.pid_of("workers.search.forkserver"), 10, "the fork server runs")
+            break
+    asked_s = time.monotonic()
+    job.cancel()
+    with pytest.raises(JobCancelled):
+        job.wait(30)
+    assert time.monotonic() - asked_s < 5
+    assert not service.job_processes()
+    kept = service.stored_trials()
+    assert kept == job.refresh()["trials_measured"]
+    assert kept > 0 or moment == "while candidates are built"
+    # The worker takes the next job.
+    following = client.submit(small_model, inputs={"image": [2, 8, 28, 28]}, search={"tuner": "none"})
+    following.wait(120)
+
+
+def test_a_job_that_dies_each_time_fails_after_three_attempts(fresh: tuple[Service, Tunery], small_model: Path) -> None:
+    """A tuning process that is always killed is given up, with the signal named, and the worker takes the next job."""
+    service, client = fresh
+    job = client.submit(small_model, inputs=INPUTS, search={"trials": 400, "seconds": 400})
+    for attempt in (1, 2, 3):
+        pid = wait_for(lambda n=attempt: service.pid_of(f"workers.tuning {job.id} {n} "), 60, "the attempt starts")
+        os.kill(pid, signal.SIGABRT)
+    wait_for(lambda: job.refresh()["state"] == "FAILED", 30, "the job is given up")
+    assert job.job["error"]["kind"] == "process-died"
+    assert "SIGABRT" in job.job["error"]["message"]
+    following = client.submit(small_model, inputs={"image": [2, 8, 28, 28]}, search={"tuner": "none"})
+    following.wait(120)

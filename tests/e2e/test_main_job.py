@@ -1,0 +1,169 @@
+"""The main job, end to end, by the service as users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.client import CacheMissError, Event, JobFailed, RequestRefused, Tunery
+from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_model_comes_back_as_a_library_that_agrees_and_is_then_a_hit(
+    service: Service, client: Tunery, small_model: Path, tmp_path: Path
+) -> None:
+    """A model goes in, is tuned, is fetched by key, runs in a fresh process, and is not tuned a second time."""
+    events: list[Event] = []
+    job = client.submit(small_model, inputs=INPUTS, search={"trials": 24, "seconds": 120})
+    job.wait(240, on_event=events.append)
+    assert job.job["trials_measured"] == 24 == service.stored_trials()
+    stages = [e.data["stage"] for e in events if e.type == "stage"]
+    assert stages == ["import", "graph", "search", "build", "check", "publish"]
+    assert [e.data["trial"] for e in events if e.type == "trial"] == list(range(1, 25))
+
+    fetched = client.fetch(job.key, tmp_path / "library")
+    manifest = fetched.manifest
+    assert manifest["check"]["ok"]
+    assert manifest["records"]["applied"] > 0
+    assert manifest["inputs"] == [{"name": "image", "dtype": "float32", "shape": [1, 8, 28, 28]}]
+    assert manifest["outputs"] == [{"name": "scores", "dtype": "float32", "shape": [1, 10]}]
+    assert all(len(manifest["latency"][name]["samples_s"]) >= 10 for name in ("untuned", "tuned", "onnxruntime"))
+    script = REPOSITORY / "benchmarks" / "run_library.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "library"), str(_bound(small_model, tmp_path))],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["max_abs_diff"] < 1e-4
+
+    again = client.submit(small_model, inputs=INPUTS, search={"trials": 24, "seconds": 120})
+    assert again.cached
+    assert again.id == job.id
+    assert service.stored_trials() == 24
+    with pytest.raises(CacheMissError) as miss:
+        client.find(small_model, inputs={"image": [2, 8, 28, 28]})
+    assert [d["field"] for d in miss.value.nearest[0]["differences"]] == ["inputs.image.shape"]
+
+
+def test_more_trials_continue_from_the_records(service: Service, client: Tunery, small_model: Path) -> None:
+    """A larger budget makes a new job of the same key that measures new candidates only, and never a slower library."""
+    first = client.submit(small_model, inputs=INPUTS, search={"trials": 24, "seconds": 120})
+    first.wait(240)
+    before = client.manifest(first.key)
+    stored = service.stored_trials()
+    second = client.submit(small_model, inputs=INPUTS, search={"trials": 32, "seconds": 120})
+    assert second.id != first.id
+    assert second.key == first.key
+    second.wait(240)
+    # Every trial of the second job is a new row: nothing that was known was measured again.
+    assert service.stored_trials() == stored + second.job["trials_measured"]
+    assert client.manifest(first.key)["latency_s"] <= before["latency_s"]
+
+
+def test_tuner_none_compiles_with_stored_records_only(service: Service, client: Tunery, small_model: Path) -> None:
+    """`"tuner": "none"` measures nothing, and a batch that nobody tuned still gets a checked library."""
+    stored = service.stored_trials()
+    job = client.submit(small_model, inputs={"image": [3, 8, 28, 28]}, search={"tuner": "none"})
+    job.wait(240)
+    assert job.job["trials_measured"] == 0
+    assert service.stored_trials() == stored
+    assert client.manifest(job.key)["check"]["ok"]
+
+
+def test_an_operator_that_tvm_lacks_is_refused_by_name_at_once(client: Tunery, tmp_path: Path) -> None:
+    """The refusal comes with the upload and names the operator, its node and its opset."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    node = helper.make_node("Det", ["a"], ["d"], name="the_determinant")
+    graph = helper.make_graph(
+        [node], "det",
+        [helper.make_tensor_value_info("a", TensorProto.FLOAT, [3, 3])],
+        [helper.make_tensor_value_info("d", TensorProto.FLOAT, [])],
+    )  # fmt: skip
+    path = tmp_path / "det.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    with pytest.raises(RequestRefused) as refused:
+        client.upload(path)
+    assert refused.value.status == 422
+    assert (refused.value.problem["operator"], refused.value.problem["node"]) == ("Det", "the_determinant")
+    assert refused.value.problem["opset"] == 13
+
+
+def test_a_contradiction_that_only_the_graph_shows_is_refused(client: Tunery, tmp_path: Path) -> None:
+    """Inputs that fit their declarations but not each other are a 422, and no job is made."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["a", "b"], ["c"])], "mm",
+        [helper.make_tensor_value_info("a", TensorProto.FLOAT, ["M", "K1"]),
+         helper.make_tensor_value_info("b", TensorProto.FLOAT, ["K2", "N"])],
+        [helper.make_tensor_value_info("c", TensorProto.FLOAT, ["M", "N"])],
+    )  # fmt: skip
+    path = tmp_path / "mm.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    jobs = len(client.jobs(limit=200))
+    with pytest.raises(RequestRefused) as refused:
+        client.submit(path, inputs={"a": [2, 3], "b": [4, 5]})
+    assert refused.value.status == 422
+    assert refused.value.field == "inputs"
+    assert len(client.jobs(limit=200)) == jobs
+
+
+def test_postgresql_and_redis_carry_a_job(postgres_url: str, redis_url: str, small_model: Path, tmp_path: Path) -> None:
+    """The same job runs with the database and the broker of a real deployment."""
+    env = {**FAST, "TUNERY_DATABASE_URL": postgres_url, "TUNERY_BROKER_URL": redis_url}
+    with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
+        job = client.submit(small_model, inputs=INPUTS, search={"trials": 8, "seconds": 120})
+        job.wait(240)
+        assert job.job["trials_measured"] == 8
+        assert not (service.data_dir / "tunery.db").exists()
+        assert client.fetch(job.key, tmp_path / "library").manifest["check"]["ok"]
+
+
+def test_a_worker_that_is_told_to_stop_puts_its_job_back(small_model: Path, tmp_path: Path) -> None:
+    """SIGTERM of the worker ends its job's processes and leaves the job QUEUED; the next worker finishes it."""
+    with running(tmp_path / "data") as service, Tunery(service.url) as client:
+        job = client.submit(small_model, inputs=INPUTS, search={"trials": 24, "seconds": 120})
+        wait_for(lambda: service.stored_trials() >= 4, 120, "trials are stored")
+        worker = service.pid_of("-m workers ") or service.pids["worker"]
+        os.kill(worker, signal.SIGTERM)
+        wait_for(lambda: not Path(f"/proc/{worker}").exists(), 20, "the worker ends")
+        job.wait(240)
+        assert job.job["attempt"] >= 2
+        assert job.job["trials_measured"] == service.stored_trials() == 24
+
+
+def test_a_job_that_cannot_be_done_fails_alone(client: Tunery, tmp_path: Path) -> None:
+    """A model that parses but does not import fails its own job with a kind and a message."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    # The number of non-zero elements is not known before the model runs.
+    graph = helper.make_graph(
+        [helper.make_node("NonZero", ["a"], ["where"])], "nz",
+        [helper.make_tensor_value_info("a", TensorProto.FLOAT, [3, 3])],
+        [helper.make_tensor_value_info("where", TensorProto.INT64, [2, "count"])],
+    )  # fmt: skip
+    path = tmp_path / "nz.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    job = client.submit(path, search={"trials": 4, "seconds": 30})
+    with pytest.raises(JobFailed) as failed:
+        job.wait(120)
+    assert failed.value.kind == "import-failed"
+    assert "where" in str(failed.value)
+
+
+def _bound(model: Path, folder: Path) -> Path:
+    """The model with batch 1: ONNX Runtime needs no help with it, but the file is what `run_library.py` is given."""
+    copy = folder / "model.onnx"
+    copy.write_bytes(model.read_bytes())
+    return copy
