@@ -15,7 +15,7 @@ help: ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
-	$(PY) benchmarks/demo.py
+	$(PY) benchmarks/demo.py $(DEMO_ARGS)
 
 test: .venv/dev test-servers ## run every test; PYTEST_ARGS chooses some
 	$(PY) -m pytest $(PYTEST_ARGS)
@@ -31,7 +31,7 @@ check: .venv/dev ## linters, types, layering, schema, manifests; then the tests
 	$(MAKE) test
 
 up: .venv/demo ## the service and a worker for this machine, until Ctrl-C
-	.venv/bin/tunery up
+	.venv/bin/tunery up $(UP_ARGS)
 
 requirements: .venv/dev ## pin anew what pyproject.toml asks for; UPGRADE=1 takes the newest
 	$(COMPILE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra dev -o requirements/dev.txt

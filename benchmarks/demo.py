@@ -111,8 +111,9 @@ def main() -> int:
                 f"GET  {fetched.sha256[:16]}… ({fetched.library.stat().st_size:,} bytes) by key {job.key[:16]}…"
             )
 
+            script = Path(__file__).with_name("run_library.py")
             ran = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name("run_library.py")), str(fetched.library.parent), str(model)],
+                [sys.executable, str(script), str(fetched.library.parent), str(model)],
                 stdout=subprocess.PIPE, text=True, check=True,
             )  # fmt: skip
             fresh = json.loads(ran.stdout)

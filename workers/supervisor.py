@@ -6,9 +6,11 @@ The worker's own process never imports TVM. What the tuning process does (hang, 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -54,13 +56,14 @@ class Supervisor:
         mark = attempt_mark(claim.job_id, claim.attempt)
         log_path = log_dir(self.settings.data_dir) / f"job-{claim.job_id}-{claim.attempt}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = _make_scratch(claim.job_id)
         with log_path.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "workers.tuning", claim.job_id, str(claim.attempt), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **_measuring_environment(), ATTEMPT_VARIABLE: mark},
+                env={**os.environ, **_measuring_environment(), ATTEMPT_VARIABLE: mark, "TMPDIR": str(scratch)},
                 start_new_session=True,
             )
         try:
@@ -72,6 +75,7 @@ class Supervisor:
             process.kill()
             process.wait()
             kill_marked(mark)
+            shutil.rmtree(scratch, ignore_errors=True)
             log.info("attempt ended", status=process.returncode)
 
     def _watch(self, claim: Claim, process: subprocess.Popen[bytes], log_path: Path) -> bool:
@@ -140,6 +144,14 @@ class Supervisor:
             ),
         )
         return False
+
+
+def _make_scratch(job_id: str) -> Path:
+    """A folder for all that an attempt writes on the way; one that a killed worker left of this job is removed."""
+    prefix = f"tunery-job-{job_id}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def _measuring_environment() -> dict[str, str]:

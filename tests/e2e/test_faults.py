@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def assert_finished_without_repeating(service: Service, job: JobHandle) -> None:
     # The job counts every trial that it measured; a candidate measured twice would be counted twice and stored once.
     assert job.job["trials_measured"] == service.stored_trials() == TRIALS
     wait_for(lambda: not service.job_processes(), 10, "the job's processes are gone")
+    wait_for(lambda: not list(Path(tempfile.gettempdir()).glob(f"tunery-job-{job.id}-*")), 10, "no file is left")
 
 
 def test_kill_9_of_the_tuning_process(fresh: tuple[Service, Tunery], small_model: Path) -> None:

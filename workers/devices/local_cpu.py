@@ -69,11 +69,11 @@ def identity_of(facts: CpuFacts) -> DeviceIdentity:
     if facts.arch not in ("x86_64", "aarch64"):
         raise UnusableDevice(f"{facts.arch} CPUs are not supported; x86_64 and aarch64 are")
     first = facts.cpuinfo.split("\n\n", 1)[0]
-    fields = dict(re.findall(r"(?m)^([^\t:]+?)\s*:\s?(.*)$", first))
+    fields: dict[str, str] = dict(re.findall(r"(?m)^([^\t:]+?)\s*:\s?(.*)$", first))
     if facts.arch == "x86_64":
         present = set(fields.get("flags", "").split())
         table = X86_FEATURES
-        vendor = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(fields["vendor_id"], fields["vendor_id"])
+        vendor = _X86_VENDORS.get(fields["vendor_id"], fields["vendor_id"])
         model = " ".join(re.sub(r"\((R|TM|tm)\)|CPU|@.*", " ", fields["model name"]).split())
         # Clouds hide the marketing name behind "AMD EPYC": family, model and stepping tell generations apart.
         model += f" (family {fields['cpu family']} model {fields['model']} stepping {fields['stepping']})"
@@ -82,13 +82,14 @@ def identity_of(facts: CpuFacts) -> DeviceIdentity:
         present = set(fields.get("Features", "").split())
         table = AARCH64_FEATURES
         implementer = fields.get("CPU implementer", "unknown")
-        vendor = str(_ARM_IMPLEMENTERS.get(implementer, implementer))
+        vendor = _ARM_IMPLEMENTERS.get(implementer, implementer)
         part, variant, revision = (fields.get(f"CPU {what}", "?") for what in ("part", "variant", "revision"))
         model = f"part {part} variant {variant} r{revision}"
     features = tuple(sorted(llvm for llvm, kernel in table.items() if kernel in present))
     return DeviceIdentity("cpu", vendor, model, facts.arch, features, facts.cores, facts.cache_bytes, facts.board)
 
 
+_X86_VENDORS: Final[Mapping[str, str]] = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 _ARM_IMPLEMENTERS: Final[Mapping[str, str]] = {
     "0x41": "ARM",
     "0x61": "Apple",

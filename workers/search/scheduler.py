@@ -135,7 +135,9 @@ class Scheduler:
                 entry.last_gain_s = before_s - entry.now_s
             self._train(config.seed)
             self.server.recycle_if_grown()
-            self._report_progress(progress, trials_before + measured, config, elapsed_before_s + self.clock() - start_s)
+            self._report_progress(
+                progress, chosen, trials_before + measured, config, elapsed_before_s + self.clock() - start_s
+            )
         return SearchResult(measured, failures, self.clock() - start_s, reason)
 
     def _choose(self, progress: Sequence[_Progress], trials_left: int) -> list[_Progress]:
@@ -179,9 +181,19 @@ class Scheduler:
         self, candidates: Sequence[Candidate], end_s: float, trials_before: int, trials: int
     ) -> tuple[int, int]:
         """Build all, then run one after the other; nothing is built while something is measured."""
-        waiting: list[Trial] = []
+        waiting: list[tuple[Candidate, Measured | Failed]] = []
         flushed_s = self.clock()
         tried = failed = 0
+
+        def flush() -> None:
+            """Into the store first: what an event says of a trial is true after a crash too."""
+            nonlocal flushed_s
+            self.records.add([Trial(c.workload.digest, c.trace, outcome) for c, outcome in waiting])
+            for number, (candidate, outcome) in enumerate(waiting, start=trials_before + tried - len(waiting) + 1):
+                self._report_trial(candidate, outcome, number, trials)
+            waiting.clear()
+            flushed_s = self.clock()
+
         for candidate, built in zip(candidates, self.builder.build(candidates), strict=True):
             outcome: Measured | Failed
             if isinstance(built, Built):
@@ -193,13 +205,11 @@ class Scheduler:
                 outcome = built
             tried += 1
             failed += isinstance(outcome, Failed)
-            waiting.append(Trial(candidate.workload.digest, candidate.trace, outcome))
+            waiting.append((candidate, outcome))
             if self.clock() - flushed_s >= _FLUSH_S:
-                self.records.add(waiting)
-                waiting, flushed_s = [], self.clock()
-            self._report_trial(candidate, outcome, trials_before + tried, trials)
+                flush()
         if waiting:
-            self.records.add(waiting)
+            flush()
         return tried, failed
 
     def _learn(self, candidate: Candidate, built: Built, outcome: Measured | Failed) -> None:
@@ -261,8 +271,14 @@ class Scheduler:
         )
 
     def _report_progress(
-        self, progress: Sequence[_Progress], measured: int, config: SearchConfig, elapsed_s: float
+        self,
+        progress: Sequence[_Progress],
+        chosen: Sequence[_Progress],
+        measured: int,
+        config: SearchConfig,
+        elapsed_s: float,
     ) -> None:
+        """What a round came to: the operators that it was spent on, and the whole model as it would be built now."""
         self.report(
             "progress",
             {
@@ -270,6 +286,7 @@ class Scheduler:
                 "trials": config.trials,
                 "elapsed_s": round(elapsed_s, 1),
                 "seconds": config.seconds,
+                "left_s": round(max(0.0, config.seconds - elapsed_s), 1),
                 "predicted_s": sum(entry.operator.weight * entry.now_s for entry in progress),
                 "operators": [
                     {
@@ -278,8 +295,7 @@ class Scheduler:
                         "best_s": e.now_s,
                         "untuned_s": e.operator.untuned_s,
                     }
-                    for e in progress
-                    if e.rounds
+                    for e in chosen
                 ],
             },
         )

@@ -1,0 +1,152 @@
+"""The README's commands, run as they are written: only the service's port and the searches' budgets are smaller."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import FAST, Service, wait_for
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(heading: str, language: str) -> list[str]:
+    """The code blocks of one section."""
+    section = re.split(r"(?m)^#+ ", README.split(f"# {heading}\n", 1)[1])[0]
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", section)
+
+
+def smaller(text: str, url: str) -> str:
+    return (
+        text.replace("http://127.0.0.1:8000", url).replace('"trials": 64', '"trials": 16').replace("64 --s", "16 --s")
+    )
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """`make up`, on a free port and with a data folder of its own."""
+    assert blocks("Use it", "sh") == ["make up\n"]
+    data_dir = tmp_path_factory.mktemp("readme") / "data"
+    process = subprocess.Popen(
+        ["make", "--silent", "up", f"UP_ARGS=--port 0 --json --data-dir {data_dir}"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env={**os.environ, **FAST}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    started = json.loads(process.stdout.readline())
+    service = Service(started["url"], data_dir, process, started["pids"])
+    try:
+        yield service
+    finally:
+        # As Ctrl-C does it: to make and to all that it runs.
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=40)
+        process.stdout.close()
+    wait_for(lambda: not service.processes(), 20, "no process is left behind")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the README's reader works: a clone with its environment."""
+    folder = tmp_path_factory.mktemp("reader")
+    # A folder of links: what the commands write must not end up in the repository.
+    environment = Path(sys.prefix)
+    (folder / ".venv").symlink_to(environment)
+    return folder
+
+
+def run_shell(script: str, folder: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def curl_script(url: str) -> str:
+    return smaller("\n".join(blocks("From curl", "sh")), url)
+
+
+def test_curl(up: Service, folder: Path) -> None:
+    """From curl alone: one request, events to the end, the library by key, 304, 404, a miss that names the field."""
+    output = run_shell(curl_script(up.url), folder)
+    assert '"state":"SUCCEEDED"' in output.replace(" ", "")
+    assert "\n304\n" in output
+    assert "\n404\n" in output
+    assert "inputs.x.shape" in output
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (folder / "library.so").stat().st_size == manifest["library"]["bytes"]
+    assert manifest["check"]["ok"]
+
+
+def test_python(up: Service, folder: Path) -> None:
+    """The client's example tunes and fetches; the other loads the library with TVM alone and runs it."""
+    model = next((folder / ".venv").glob("lib/python3*/site-packages/rapidocr_onnxruntime/models/*cls_infer.onnx"))
+    client, library = (smaller(block, up.url).replace('"model.onnx"', repr(str(model)))
+                       for block in blocks("From Python", "python"))  # fmt: skip
+    for script in (client, library):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    numbers = [float(n) for n in re.findall(r"\d\.\d+(?:e-?\d+)?", done.stdout)]
+    assert sum(numbers) == pytest.approx(1, abs=1e-4)  # a softmax over two directions
+
+
+def test_ci(up: Service, folder: Path) -> None:
+    """A pipeline's commands fetch the library that is there, and tune when there is none."""
+    model = next(line for line in blocks("From curl", "sh")[0].splitlines() if line.startswith("MODEL="))
+    script = model + "\n" + smaller("\n".join(blocks("From CI", "sh")), up.url)
+    run_shell(script, folder)
+    assert json.loads((folder / "library" / "manifest.json").read_text())["inputs"][0]["shape"] == [1, 3, 48, 192]
+    run_shell(script.replace("1,3,48,192", "1,3,48,96").replace("--trials 16", "--tuner none"), folder)
+    assert json.loads((folder / "library" / "manifest.json").read_text())["inputs"][0]["shape"] == [1, 3, 48, 96]
+
+
+def test_an_altered_byte_is_never_served(up: Service, folder: Path) -> None:
+    """A library damaged on disk becomes a miss, and asking again builds it from its records."""
+    key = json.loads((folder / "job.json").read_text())["key"]
+    sha256 = json.loads((folder / "manifest.json").read_text())["library"]["sha256"]
+    blob = next(path for path in (up.data_dir / "blobs").rglob(f"*{sha256[2:]}*") if path.is_file())
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(data)
+    status = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", f"{up.url}/v1/artifacts/{key}/library"]
+    assert subprocess.run(status, capture_output=True, text=True, check=True).stdout == "404"
+    again = curl_script(up.url).replace('"trials": 16', '"tuner": "none"').replace('"seconds": 90', '"seed": 0')
+    output = run_shell(again, folder)
+    assert '"state":"SUCCEEDED"' in output.replace(" ", "")
+    assert subprocess.run(status, capture_output=True, text=True, check=True).stdout == "200"
+
+
+def test_demo(tmp_path: Path) -> None:
+    """`make demo` ends well: agreement with ONNX Runtime, a hit without trials, a miss with its field."""
+    assert blocks("See it work", "sh") == ["make demo\n"]
+    report = tmp_path / "demo.json"
+    subprocess.run(
+        ["make", "--silent", "demo", f"DEMO_ARGS=--trials 48 --seconds 60 --report {report}"],
+        cwd=REPOSITORY, check=True, timeout=280, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    figures = json.loads(report.read_text())
+    assert figures["max_abs_diff"] < 1e-4
+    assert figures["search"]["trials_measured"] <= 48
+    assert [difference["field"] for difference in figures["miss"]] == ["inputs.x.shape"]
+
+
+def test_every_command_of_the_readme_is_covered() -> None:
+    """A command block that no test above runs would be found here."""
+    covered = [
+        *blocks("See it work", "sh"), *blocks("Run the tests", "sh"), *blocks("Use it", "sh"),
+        *blocks("From curl", "sh"), *blocks("From CI", "sh"),
+    ]  # fmt: skip
+    assert re.findall(r"(?ms)^```sh\n(.*?)^```", README) == covered
+    assert blocks("Run the tests", "sh") == ["make test\n"]  # what is running now
