@@ -5,14 +5,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY requirements/build.txt requirements/api.txt requirements/
 RUN python -m venv /build && /build/bin/pip install -r requirements/build.txt
-RUN python -m venv /opt/tunery && /opt/tunery/bin/pip install -r requirements/api.txt
+# What runs has no pip of its own.
+RUN python -m venv --without-pip /opt/tunery && /build/bin/pip --python /opt/tunery install -r requirements/api.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY tuning_db tuning_db
 COPY service service
 # Uploads are read by workers.frontend.inspect, in a process of their own; nothing else of it runs here.
 COPY workers workers
 RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
-    && /opt/tunery/bin/pip install --no-deps /wheels/tunery-*.whl
+    && /build/bin/pip --python /opt/tunery install --no-deps /wheels/tunery-*.whl
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/tunery tunery

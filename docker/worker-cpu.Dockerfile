@@ -5,13 +5,14 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY requirements/build.txt requirements/worker.txt requirements/
 RUN python -m venv /build && /build/bin/pip install -r requirements/build.txt
-RUN python -m venv /opt/tunery && /opt/tunery/bin/pip install -r requirements/worker.txt
+# What runs has no pip of its own.
+RUN python -m venv --without-pip /opt/tunery && /build/bin/pip --python /opt/tunery install -r requirements/worker.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY tuning_db tuning_db
 COPY service service
 COPY workers workers
 RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
-    && /opt/tunery/bin/pip install --no-deps /wheels/tunery-*.whl
+    && /build/bin/pip --python /opt/tunery install --no-deps /wheels/tunery-*.whl
 
 FROM python:3.11-slim-bookworm
 # Libraries are linked where they are tuned. Candidates take `ld` alone (binutils, which gcc brings); TVM's

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,20 +25,26 @@ WORKER = dockerfiles.read(ROOT / "docker/worker-cpu.Dockerfile")
 INSTALL_TIMEOUT_S = 900
 
 
-@pytest.fixture
-def image_root(tmp_path: Path) -> Iterator[Path]:
-    """A folder in place of an image's root. Removed at once: pytest would keep the last three, a gigabyte each."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Both builder stages carried out, each below a folder in place of its image's root.
+
+    Side by side, since pip waits more than it computes; removed at once, since they are large.
+    """
+    roots = {name: tmp_path_factory.mktemp(name) for name in ("api", "worker")}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(dockerfiles.build, (API[0], WORKER[0]), (roots["api"], roots["worker"])))
+    yield roots
+    for root in roots.values():
+        shutil.rmtree(root)
 
 
 @pytest.mark.timeout(INSTALL_TIMEOUT_S)
-def test_the_api_image_migrates_starts_reads_a_model_and_stops(image_root: Path) -> None:
+def test_the_api_image_migrates_starts_reads_a_model_and_stops(roots: dict[str, Path]) -> None:
     """From the pinned requirements and the wheel alone, the API becomes healthy, takes an upload and obeys SIGTERM."""
-    builder, final = API
-    dockerfiles.build(builder, image_root)
-    programs = _venv(final, image_root) / "bin"
-    data = image_root / "var/lib/tunery"
+    final = API[-1]
+    programs = _venv(final, roots["api"]) / "bin"
+    data = roots["api"] / "var/lib/tunery"
     data.mkdir(parents=True)
     env = {**environment(programs), "TUNERY_DATA_DIR": str(data)}
 
@@ -72,16 +79,15 @@ def test_the_health_check_fails_while_nothing_answers() -> None:
 
 
 @pytest.mark.timeout(INSTALL_TIMEOUT_S)
-def test_the_worker_image_probes_this_machine_with_a_tested_toolchain(image_root: Path) -> None:
+def test_the_worker_image_probes_this_machine_with_a_tested_toolchain(roots: dict[str, Path]) -> None:
     """From the pinned requirements and the wheel alone, the worker knows its device and runs a tested toolchain."""
-    builder, final = WORKER
-    dockerfiles.build(builder, image_root)
-    python = _venv(final, image_root) / "bin/python"
+    final, root = WORKER[-1], roots["worker"]
+    python = _venv(final, root) / "bin/python"
 
     def run(*arguments: str) -> str:
         env = environment(python.parent)
         done = subprocess.run(
-            [python, *arguments], cwd=image_root, env=env, check=False, capture_output=True, text=True, timeout=240
+            [python, *arguments], cwd=root, env=env, check=False, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -92,13 +98,13 @@ def test_the_worker_image_probes_this_machine_with_a_tested_toolchain(image_root
     assert json.loads(probed["target"])["kind"] == "llvm"
     run("-c", "from workers import toolchain; toolchain.check(toolchain.installed())")
     typed = run("-c", "import service, workers, tuning_db as t; print(service.__path__, workers.__path__, t.__path__)")
-    assert typed.count(str(image_root)) == 3, "the wheel's packages were imported, not the checkout's"
+    assert typed.count(str(root)) == 3, "the wheel's packages were imported, not the checkout's"
     site = next((python.parents[1] / "lib").glob("python*/site-packages"))
     assert all((site / room / "py.typed").is_file() for room in ("service", "workers", "tuning_db"))
     # The command as the image starts it: it refuses arguments with its usage, so it was found and imported.
     started = [*final.only("CMD").exec_form[1:], "--no-such-option"]
     refused = subprocess.run(
-        [python, *started], cwd=image_root, env=environment(python.parent), check=False, capture_output=True, text=True
+        [python, *started], cwd=root, env=environment(python.parent), check=False, capture_output=True, text=True
     )
     assert (refused.returncode, refused.stderr.split(" ")[0]) == (2, "usage:")
 
