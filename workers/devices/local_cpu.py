@@ -64,14 +64,24 @@ def read_facts() -> CpuFacts:
     )
 
 
+#: Lines of /proc/cpuinfo without which two CPU models would look the same.
+_IDENTIFYING: Final[Mapping[str, tuple[str, ...]]] = {
+    "x86_64": ("vendor_id", "model name", "cpu family", "model", "stepping", "flags"),
+    "aarch64": ("Features", "CPU implementer", "CPU part", "CPU variant", "CPU revision"),
+}
+
+
 def identity_of(facts: CpuFacts) -> DeviceIdentity:
     """The identity that these facts amount to. The same facts give the same identity, whatever is running."""
     if facts.arch not in ("x86_64", "aarch64"):
         raise UnusableDevice(f"{facts.arch} CPUs are not supported; x86_64 and aarch64 are")
     first = facts.cpuinfo.split("\n\n", 1)[0]
     fields: dict[str, str] = dict(re.findall(r"(?m)^([^\t:]+?)\s*:\s?(.*)$", first))
+    missing = [line for line in _IDENTIFYING[facts.arch] if line not in fields]
+    if missing:
+        raise UnusableDevice(f"/proc/cpuinfo has no {', '.join(missing)}: this CPU cannot be told from others")
     if facts.arch == "x86_64":
-        present = set(fields.get("flags", "").split())
+        present = set(fields["flags"].split())
         table = X86_FEATURES
         vendor = _X86_VENDORS.get(fields["vendor_id"], fields["vendor_id"])
         model = " ".join(re.sub(r"\((R|TM|tm)\)|CPU|@.*", " ", fields["model name"]).split())
@@ -79,11 +89,11 @@ def identity_of(facts: CpuFacts) -> DeviceIdentity:
         model += f" (family {fields['cpu family']} model {fields['model']} stepping {fields['stepping']})"
         model = model.removeprefix(f"{vendor} ")
     else:
-        present = set(fields.get("Features", "").split())
+        present = set(fields["Features"].split())
         table = AARCH64_FEATURES
-        implementer = fields.get("CPU implementer", "unknown")
+        implementer = fields["CPU implementer"]
         vendor = _ARM_IMPLEMENTERS.get(implementer, implementer)
-        part, variant, revision = (fields.get(f"CPU {what}", "?") for what in ("part", "variant", "revision"))
+        part, variant, revision = (fields[f"CPU {what}"] for what in ("part", "variant", "revision"))
         model = f"part {part} variant {variant} r{revision}"
     features = tuple(sorted(llvm for llvm, kernel in table.items() if kernel in present))
     return DeviceIdentity("cpu", vendor, model, facts.arch, features, facts.cores, facts.cache_bytes, facts.board)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,10 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     normalised = sum_to_add(fold(inline_functions(model), scratch))
     onnx_model.check_operators(normalised, folded=True)
     try:
-        module = from_onnx(normalised, keep_params_in_input=False)
+        with warnings.catch_warnings():
+            # It tells of every input whose name is no identifier. Libraries take their inputs by position.
+            warnings.filterwarnings("ignore", message="Renaming name")
+            module = from_onnx(normalised, keep_params_in_input=False)
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {_last_line(error)}") from error
     return Imported(module, bound, static_outputs(normalised), len(model.graph.node), len(normalised.graph.node))

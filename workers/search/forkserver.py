@@ -76,8 +76,9 @@ class ForkServer:
     "module:function:argument" to call.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], *, max_bytes: int = MAX_SERVER_BYTES) -> None:
         self._preload = tuple(preload)
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         # Not the same lock: a full socket may hold up a request until answers are taken, which needs the other one.
         self._send_lock = threading.Lock()
@@ -129,10 +130,10 @@ class ForkServer:
         return self.submit(function, *arguments, deadline_s=deadline_s).result()
 
     def recycle_if_grown(self) -> bool:
-        """Replace the server if it has died or grown past `MAX_SERVER_BYTES`. Call it when nothing is pending."""
+        """Replace the server if it has died or grown past `max_bytes`. Call it when nothing is pending."""
         try:
             alive = self._process is not None and self._process.poll() is None
-            if alive and psutil.Process(self.pid).memory_info().rss <= MAX_SERVER_BYTES:
+            if alive and psutil.Process(self.pid).memory_info().rss <= self._max_bytes:
                 return False
         except psutil.NoSuchProcess:
             pass
