@@ -58,7 +58,7 @@ def read_facts() -> CpuFacts:
     return CpuFacts(
         arch=platform.machine(),
         cpuinfo=Path("/proc/cpuinfo").read_text(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=_usable_cores(Path("/sys/fs/cgroup/cpu.max")),
         cache_bytes=_cache_sizes(Path("/sys/devices/system/cpu/cpu0/cache")),
         board=_board(Path("/proc/device-tree/model")),
     )
@@ -167,6 +167,16 @@ def probe() -> tuple[DeviceIdentity, str]:
 def parse_target(target: str) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(target)
     return data
+
+
+def _usable_cores(cpu_max: Path) -> int:
+    """Cores that this process may run on, or the container's quota of their time where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such controller here
+        return cores
 
 
 def _cache_sizes(folder: Path) -> tuple[int, ...]:
