@@ -82,7 +82,13 @@ def train(samples: Sequence[Sample], seed: int) -> CostModel | None:
 
 
 def _pack(features: Sequence[Features]) -> tuple[Features, NDArray[np.int64]]:
-    return np.concatenate(features), np.repeat(np.arange(len(features)), [len(f) for f in features])
+    """All rows below each other, each with the number of its candidate's rows as one more feature, and which candidate
+    each is of. Without that number a candidate of more stores would score higher for having more rows to sum."""
+    counts = np.array([len(f) for f in features])
+    rows = np.concatenate(features)
+    return np.column_stack([rows, np.repeat(counts, counts).astype(rows.dtype)]), np.repeat(
+        np.arange(len(features)), counts
+    )
 
 
 def _predict(booster: xgboost.Booster, features: Sequence[Features]) -> NDArray[np.float64]:
