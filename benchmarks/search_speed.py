@@ -138,7 +138,7 @@ def stock(target: Any, candidates: list[Candidate], builder: Any, runner: Any) -
     schedules = [forked_steps.schedule_of(candidate.workload, candidate.trace) for candidate in candidates]
     built = builder.build([ms.builder.BuilderInput(schedule.mod, target) for schedule in schedules])
     inputs = [
-        ms.runner.RunnerInput(result.artifact_path, target.kind.name, ms.arg_info.ArgInfo.from_entry_func(schedule.mod))
+        ms.runner.RunnerInput(result.artifact_path, "cpu", ms.arg_info.ArgInfo.from_entry_func(schedule.mod))
         for schedule, result in zip(schedules, built, strict=True)
         if result.artifact_path is not None
     ]
