@@ -54,6 +54,10 @@ class ChildCrashed(ChildFailed):
     """The step died of a signal or left without an answer."""
 
 
+class ServerDied(ChildFailed):
+    """The server ended before the step did: no fault of the step's."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     id: int
@@ -87,6 +91,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._receiver: threading.Thread | None = None
+        self._hung_up = self._closed = False
         self._start()
 
     def __enter__(self) -> ForkServer:
@@ -103,14 +108,14 @@ class ForkServer:
     def submit(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Future[Any]:
         """Run a module-level function in a forked child; the clock starts when the child does.
 
-        The future raises ChildError, ChildTimeout or ChildCrashed. Arguments and result are pickled: both sides are
-        this program, and nothing from outside is ever unpickled.
+        The future raises ChildError, ChildTimeout, ChildCrashed or ServerDied. Arguments and result are pickled: both
+        sides are this program, and nothing from outside is ever unpickled.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         future: Future[Any] = Future()
         with self._lock:
             if self._socket is None:
-                raise ChildCrashed("the fork server is closed")
+                raise ServerDied("the fork server is closed")
             request = _Request(self._next_id, name, arguments, deadline_s)
             self._next_id += 1
             self._pending[request.id] = future
@@ -120,9 +125,10 @@ class ForkServer:
                 _send(connection, request)
         except OSError as error:
             with self._lock:
+                self._hung_up = True
                 lost = self._pending.pop(request.id, None)
             if lost is not None:  # else the receiver has seen it first
-                lost.set_exception(ChildCrashed(f"the fork server is gone: {error}"))
+                lost.set_exception(ServerDied(f"the fork server is gone: {error}"))
         return future
 
     def call(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
@@ -131,8 +137,11 @@ class ForkServer:
 
     def recycle_if_grown(self) -> bool:
         """Replace the server if it has died or grown past `max_bytes`. Call it when nothing is pending."""
+        if self._closed:
+            raise ServerDied("the fork server is closed")
         try:
-            alive = self._process is not None and self._process.poll() is None
+            # A process that is ending shuts its socket before it can be waited for.
+            alive = not self._hung_up and self._process is not None and self._process.poll() is None
             if alive and psutil.Process(self.pid).memory_info().rss <= self._max_bytes:
                 return False
         except psutil.NoSuchProcess:
@@ -142,6 +151,7 @@ class ForkServer:
         return True
 
     def close(self) -> None:
+        self._closed = True
         self._stop()
 
     def _start(self) -> None:
@@ -155,6 +165,7 @@ class ForkServer:
         )
         theirs.close()
         self._socket = ours
+        self._hung_up = False
         self._receiver = threading.Thread(target=self._receive, args=(ours,), name="forkserver-answers", daemon=True)
         self._receiver.start()
 
@@ -192,10 +203,11 @@ class ForkServer:
                 kinds = {"error": ChildError, "timeout": ChildTimeout, "crash": ChildCrashed}
                 future.set_exception(kinds[answer.outcome](answer.value))
         with self._lock:
+            self._hung_up = True
             lost = list(self._pending.values())
             self._pending.clear()
         for future in lost:
-            future.set_exception(ChildCrashed("the fork server died"))
+            future.set_exception(ServerDied("the fork server died"))
 
 
 def _send(connection: socket.socket, message: object) -> None:

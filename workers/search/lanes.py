@@ -12,7 +12,7 @@ from typing import Protocol
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement
-from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ForkServer
+from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ForkServer, ServerDied
 
 
 class Builder(Protocol):
@@ -45,6 +45,14 @@ class LocalBuilder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def build(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
+        try:
+            return self._build_all(candidates)
+        except ServerDied:
+            # A new server, and all once more: a candidate that was lost with the old one has not failed.
+            self._server.recycle_if_grown()
+            return self._build_all(candidates)
+
+    def _build_all(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
         with ThreadPoolExecutor(self._workers, thread_name_prefix="build") as pool:
             return list(pool.map(self._build_one, candidates))
 
@@ -68,15 +76,25 @@ class LocalRunner:
 
     def run(self, built: Built) -> Measured | Failed:
         try:
+            return self._measure(built)
+        except ServerDied:
+            self._server.recycle_if_grown()
+            return self._measure(built)
+        finally:
+            Path(built.library).unlink(missing_ok=True)
+
+    def _measure(self, built: Built) -> Measured | Failed:
+        try:
             run_s = self._server.call(forked_steps.measure, built, self._measurement, deadline_s=self._timeout_s)
             return Measured(run_s)
         except ChildFailed as failure:
             return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
-        finally:
-            Path(built.library).unlink(missing_ok=True)
 
 
 def _failed(failure: ChildFailed, error: FailureKind, timeout: FailureKind, crash: FailureKind) -> Failed:
+    """What became of a candidate. ServerDied is raised again: that was not the candidate."""
+    if isinstance(failure, ServerDied):
+        raise failure
     if isinstance(failure, ChildError):
         return Failed(error, str(failure))
     return Failed(crash if isinstance(failure, ChildCrashed) else timeout, str(failure))

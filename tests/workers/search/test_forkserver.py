@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.workers import steps
-from workers.search.forkserver import ChildCrashed, ChildError, ChildTimeout, ForkServer
+from workers.search.forkserver import ChildCrashed, ChildError, ChildTimeout, ForkServer, ServerDied
 
 DEADLINE_S = 60.0  #: for what must not time out
 
@@ -155,9 +155,9 @@ def test_server_dies() -> None:
         pid = server.pid
         pending: Future[int] = server.submit(steps.pid_after, 3600.0, deadline_s=3600)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ChildCrashed, match="fork server"):
+        with pytest.raises(ServerDied, match="fork server"):
             pending.result(timeout=DEADLINE_S)
-        with pytest.raises(ChildCrashed, match="fork server"):
+        with pytest.raises(ServerDied, match="fork server"):
             server.call(steps.add, 1, 1, deadline_s=DEADLINE_S)
         assert server.recycle_if_grown() is True
         assert server.pid != pid
@@ -186,9 +186,9 @@ def test_close(tmp_path: Path) -> None:
     server.close()
     pids = [pid, *map(int, note.read_text().split())]
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of the tree")
-    with pytest.raises(ChildCrashed):
+    with pytest.raises(ServerDied):
         pending.result(timeout=DEADLINE_S)
-    with pytest.raises(ChildCrashed, match="closed"):
+    with pytest.raises(ServerDied, match="closed"):
         server.submit(steps.add, 1, 1, deadline_s=1)
     server.close()
 

@@ -1,0 +1,143 @@
+"""The local builder and runner: failures become values that say what went wrong, one candidate's is nobody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Host
+from tests.workers.search.samples import double, matmul
+from tuning_db.trials import Failed, FailureKind, Measured
+from workers.search import forked_steps
+from workers.search.candidates import Built, Candidate, Measurement
+from workers.search.forkserver import ForkServer, ServerDied
+from workers.search.lanes import LocalBuilder, LocalRunner
+from workers.search.space import Space
+
+QUICK = Measurement(repeat=2, min_repeat_s=0.001, threads=1)
+
+
+@pytest.fixture(scope="module")
+def candidates(server: ForkServer, host: Host) -> list[Candidate]:
+    traces = server.call(forked_steps.propose, host.target_json, matmul(), Space(), [], None, 6, 1, deadline_s=120)
+    return [Candidate(matmul(), trace) for trace in traces]
+
+
+@pytest.fixture
+def builder(server: ForkServer, host: Host) -> Iterator[LocalBuilder]:
+    with LocalBuilder(server, host.target_json, workers=2, timeout_s=120) as builder:
+        yield builder
+
+
+def test_build_and_run(server: ForkServer, builder: LocalBuilder, candidates: list[Candidate]) -> None:
+    """Results come in the order of the candidates, and a library is gone once it was measured."""
+    results = builder.build(candidates)
+    assert len(results) == len(candidates)
+    runner = LocalRunner(server, QUICK, timeout_s=60)
+    for candidate, built in zip(candidates, results, strict=True):
+        assert isinstance(built, Built)
+        assert candidate.digest[:20] in built.library
+        outcome = runner.run(built)
+        assert isinstance(outcome, Measured)
+        assert len(outcome.run_s) == 2
+        assert not Path(built.library).exists()
+    assert builder.build([]) == []
+
+
+def test_failures_of_builds(builder: LocalBuilder, candidates: list[Candidate]) -> None:
+    """A candidate that does not build is a failure with TVM's message; those beside it are built."""
+    wrong = Candidate(double(), candidates[0].trace)
+    damaged = Candidate(matmul(), json.dumps([[["NoSuchInstruction", [], [], []]], []]))
+    first, second, third = builder.build([wrong, candidates[0], damaged])
+    assert isinstance(first, Failed)
+    assert (first.kind, bool(first.message)) == (FailureKind.BUILD_ERROR, True)
+    assert isinstance(second, Built)
+    assert isinstance(third, Failed)
+    assert "NoSuchInstruction" in third.message
+
+
+def test_build_that_takes_too_long(server: ForkServer, host: Host, candidates: list[Candidate]) -> None:
+    """A build past its deadline is killed, and is a failure of its own kind."""
+    with LocalBuilder(server, host.target_json, workers=1, timeout_s=0.0) as builder:
+        [result] = builder.build(candidates[:1])
+    assert result == Failed(FailureKind.BUILD_TIMEOUT, "killed after 0 s")
+
+
+def test_server_that_dies(host: Host, candidates: list[Candidate]) -> None:
+    """A candidate whose fork server was killed is built, and measured, by a new one: it has not failed."""
+    with (
+        ForkServer(forked_steps.preload(host.intrinsics)) as server,
+        LocalBuilder(server, host.target_json, workers=2, timeout_s=120) as builder,
+    ):
+        os.kill(server.pid, signal.SIGKILL)
+        built = builder.build(candidates[:2])
+        os.kill(server.pid, signal.SIGKILL)
+        outcomes = [LocalRunner(server, QUICK, timeout_s=60).run(b) for b in built if isinstance(b, Built)]
+        server.close()
+        with pytest.raises(ServerDied):
+            LocalRunner(server, QUICK).run(Built("gone", (), None))
+    assert [type(outcome) for outcome in outcomes] == [Measured, Measured]
+
+
+def test_folder(server: ForkServer, host: Host, candidates: list[Candidate]) -> None:
+    """Whatever was built and not measured is removed when the builder is closed."""
+    with LocalBuilder(server, host.target_json, workers=1, timeout_s=120) as builder:
+        [built] = builder.build(candidates[:1])
+        assert isinstance(built, Built)
+        folder = Path(built.library).parent
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def library(folder: Path, start: str) -> Built:
+    """A shared library that runs the C statements `start` when it is loaded."""
+    assert shutil.which("gcc"), "these tests need gcc, as the README says"
+    source, path = folder / "candidate.c", folder / "candidate.so"
+    source.write_text(f"#include <stdlib.h>\n__attribute__((constructor)) static void go(void) {{ {start} }}\n")
+    subprocess.run(["gcc", "-O0", "-shared", "-fPIC", "-o", path, source], check=True)
+    return Built(str(path), (("float32", (4,)),), None)
+
+
+@pytest.mark.parametrize(
+    ("start", "kind", "message"),
+    [
+        ("*(volatile int *)0 = 1;", FailureKind.RUN_CRASH, "died of SIGSEGV"),
+        ("abort();", FailureKind.RUN_CRASH, "died of SIGABRT"),
+        ('__asm__(".byte 0x0f, 0x0b");', FailureKind.RUN_CRASH, "died of SIGILL"),
+        ("_Exit(3);", FailureKind.RUN_CRASH, "left with status 3"),
+        ("for (;;) ;", FailureKind.RUN_TIMEOUT, "killed after 1 s"),
+    ],
+)
+def test_candidate_that_breaks_its_process(
+    start: str, kind: FailureKind, message: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """A candidate that crashes, leaves or hangs is a failure with its reason, and its library is removed."""
+    built = library(tmp_path, start)
+    assert LocalRunner(server, QUICK, timeout_s=1).run(built) == Failed(kind, message)
+    assert not Path(built.library).exists()
+
+
+def test_library_without_a_kernel(server: ForkServer, tmp_path: Path) -> None:
+    """A library that loads but has nothing to run is an error with its message."""
+    outcome = LocalRunner(server, QUICK, timeout_s=60).run(library(tmp_path, ""))
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.RUN_ERROR
+    assert "main" in outcome.message
+
+
+def test_file_that_is_no_library(server: ForkServer, tmp_path: Path) -> None:
+    """A damaged library, or one that is missing, is an error with its message."""
+    path = tmp_path / "candidate.so"
+    path.write_bytes(b"not a library")
+    for _ in range(2):
+        outcome = LocalRunner(server, QUICK, timeout_s=60).run(Built(str(path), (), None))
+        assert isinstance(outcome, Failed)
+        assert outcome.kind is FailureKind.RUN_ERROR
+        assert "candidate.so" in outcome.message

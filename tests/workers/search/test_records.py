@@ -1,0 +1,191 @@
+"""One job's view of the stored outcomes: shared by what is equal, hidden from everything else."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tvm
+import tvm_ffi
+from tvm.s_tir import meta_schedule as ms
+
+from tests.samples import make_key
+from tests.workers.conftest import Host, make_claim, workload_of
+from tests.workers.graph.test_tasks import Twins
+from tests.workers.search.samples import matmul, matmul_module
+from tuning_db.errors import StaleAttempt
+from tuning_db.jobs import Claim
+from tuning_db.keys import BuildOptions, RecordScope
+from tuning_db.store import TuningStore
+from tuning_db.trials import Failed, FailureKind, Measured, Trial, Workload
+from workers.graph.tasks import normalize_mod
+from workers.search import forked_steps
+from workers.search.candidates import Candidate, Operator
+from workers.search.forkserver import ForkServer
+from workers.search.records import Records
+from workers.search.space import Space
+
+SCOPE = make_key().record_scope()
+TRACE = '[[["a"]],[]]'
+
+
+def trial(workload: Workload, number: int, outcome: Measured | Failed) -> Trial:
+    return Trial(workload.digest, f'[[["trace",{number}]],[]]', outcome)
+
+
+def measured(*milliseconds: float) -> Measured:
+    return Measured(tuple(ms / 1000 for ms in milliseconds))
+
+
+BROKEN = Failed(FailureKind.RUN_CRASH, "died of SIGSEGV")
+
+
+def test_equal_workloads_share_their_records(sqlite_store: TuningStore, claim: Claim) -> None:
+    """A computation that is equal but for the names in it takes the records of the one stored before (tvm#15548)."""
+    one, two = (normalize_mod(Twins[name]) for name in ("one", "two"))
+    assert workload_of(one) != workload_of(two)
+    first = Records(sqlite_store, claim, SCOPE)
+    [workload] = first.adopt([one])
+    first.add([trial(workload, 1, measured(3, 1, 2))])
+    second = Records(sqlite_store, make_claim(sqlite_store, "another model"), SCOPE)
+    assert second.adopt([two]) == [workload]
+    assert second.outcome(Candidate(workload, '[[["trace",1]],[]]')) == measured(3, 1, 2)
+    assert second.best(workload.digest) == (trial(workload, 1, measured(3, 1, 2)), 0.002)
+
+
+def test_equal_hash_is_not_enough(sqlite_store: TuningStore, claim: Claim) -> None:
+    """A stored workload that has the hash but is another computation is not taken (tvm#14188)."""
+    module = matmul_module(16, 16, 16)
+    impostor = Workload(workload_of(module).structural_hash, matmul(8, 8, 8).module)
+    sqlite_store.put_workloads(SCOPE, [impostor])
+    sqlite_store.add_trials(claim, SCOPE, [trial(impostor, 1, measured(1))])
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([module])
+    assert workload == workload_of(module)
+    assert list(records.of(workload.digest)) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SCOPE, target='{"kind":"llvm","mcpu":"znver3","num-cores":2}'),  # tvm#15549
+        replace(SCOPE, toolchain=replace(SCOPE.toolchain, tvm="0.28.0")),
+        replace(SCOPE, toolchain=replace(SCOPE.toolchain, pipeline="another")),
+        replace(SCOPE, device=replace(SCOPE.device, cores=4)),
+        replace(SCOPE, options=BuildOptions(fast_math=True)),
+    ],
+)
+def test_other_scopes_are_never_seen(other: RecordScope, sqlite_store: TuningStore, claim: Claim) -> None:
+    """A record of another target, toolchain, pipeline, device or build option does not exist for this job."""
+    module = matmul_module(16, 16, 16)
+    theirs = Records(sqlite_store, claim, other)
+    [workload] = theirs.adopt([module])
+    theirs.add([trial(workload, 1, measured(1))])
+    ours = Records(sqlite_store, claim, SCOPE)
+    assert ours.adopt([module]) == [workload]
+    assert ours.best(workload.digest) is None
+    assert ours.outcome(Candidate(workload, '[[["trace",1]],[]]')) is None
+
+
+def test_best(sqlite_store: TuningStore, claim: Claim) -> None:
+    """The best has the lowest median; failures are known but never best."""
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([matmul_module(16, 16, 16)])
+    assert records.best(workload.digest) is None
+    records.add([trial(workload, 1, BROKEN)])
+    assert records.best(workload.digest) is None
+    records.add([trial(workload, 2, measured(1, 9, 9)), trial(workload, 3, measured(5, 5, 5))])
+    assert records.best(workload.digest) == (trial(workload, 3, measured(5, 5, 5)), 0.005)
+    assert records.outcome(Candidate(workload, '[[["trace",1]],[]]')) == BROKEN
+    assert len(list(records.of(workload.digest))) == 3
+
+
+def test_first_outcome_stays(sqlite_store: TuningStore, claim: Claim) -> None:
+    """A candidate that came out twice has the outcome that the store has kept, in this view too."""
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([matmul_module(16, 16, 16)])
+    records.add([trial(workload, 1, measured(5))])
+    records.add([trial(workload, 1, measured(1))])
+    again = Records(sqlite_store, claim, SCOPE)
+    again.adopt([matmul_module(16, 16, 16)])
+    assert records.best(workload.digest) == again.best(workload.digest) == (trial(workload, 1, measured(5)), 0.005)
+
+
+def test_chosen(sqlite_store: TuningStore, claim: Claim) -> None:
+    """A record that does not beat the code without a schedule is not used, nor is an operator without one."""
+    records = Records(sqlite_store, claim, SCOPE)
+    sizes = (8, 16, 24, 32)
+    workloads = records.adopt([matmul_module(n, n, n) for n in sizes])
+    faster, slower, equal, unknown = workloads
+    records.add(
+        [
+            trial(faster, 1, measured(1)),
+            trial(faster, 2, measured(0.5)),
+            trial(slower, 1, measured(3)),
+            trial(equal, 1, measured(2)),
+            trial(unknown, 1, BROKEN),
+        ]
+    )
+    operators = [Operator(str(n), w, 1, 0.002) for n, w in zip(sizes, workloads, strict=True)]
+    assert records.chosen(operators) == {faster.digest: trial(faster, 2, measured(0.5))}
+
+
+def edit(store: TuningStore, sqlite_url: str, statement: str, *values: Any) -> None:
+    connection = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
+    try:
+        with connection:
+            assert connection.execute(statement, values).rowcount > 0
+    finally:
+        connection.close()
+
+
+def test_edited_rows(sqlite_store: TuningStore, sqlite_url: str, claim: Claim) -> None:
+    """A trace or a workload that was edited in the database is not used; the others are (tvm#14188)."""
+    module = matmul_module(16, 16, 16)
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([module])
+    records.add([trial(workload, 1, measured(1)), trial(workload, 2, measured(2))])
+    edit(sqlite_store, sqlite_url, "UPDATE trials SET trace = ? WHERE trace LIKE '%1]%'", '[[["edited"]],[]]')
+    again = Records(sqlite_store, claim, SCOPE)
+    [found] = again.adopt([module])
+    assert found == workload
+    assert list(again.of(workload.digest)) == [trial(workload, 2, measured(2))]
+    edit(sqlite_store, sqlite_url, "UPDATE workloads SET module = ?", matmul(8, 8, 8).module)
+    last = Records(sqlite_store, claim, SCOPE)
+    [found] = last.adopt([module])
+    assert list(last.of(found.digest)) == []
+
+
+def test_stale_attempt(sqlite_store: TuningStore, claim: Claim) -> None:
+    """An attempt that lost its job can neither store outcomes nor see its own as stored."""
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([matmul_module(16, 16, 16)])
+    sqlite_store.release(claim)
+    assert sqlite_store.claim(claim.job_id, "another worker") is not None
+    with pytest.raises(StaleAttempt):
+        records.add([trial(workload, 1, measured(1))])
+    assert list(records.of(workload.digest)) == []
+    assert list(sqlite_store.trials(SCOPE, [workload.digest])) == []
+
+
+def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, host: Host) -> None:
+    """MetaSchedule is given the chosen record of each operator and no other, and finds it for an equal module."""
+    module = matmul_module(16, 16, 16)
+    traces = server.call(forked_steps.propose, host.target_json, matmul(), Space(), [], None, 3, 1, deadline_s=120)
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([module])
+    times = (measured(3), measured(1), measured(2))
+    records.add([Trial(workload.digest, trace, time) for trace, time in zip(traces, times, strict=True)])
+    database = records.database([Operator("matmul", workload, 1, 1.0)], host.target)
+    assert len(database) == 1
+    found = database.query_tuning_record(module, host.target, "main")
+    assert [float(s) for s in found.run_secs] == [0.001]
+    assert tvm_ffi.structural_equal(
+        database.query_schedule(module, host.target, "main").mod,
+        forked_steps.schedule_of(workload, traces[1]).mod,
+    )
+    assert len(records.database([Operator("matmul", workload, 1, 1e-9)], host.target)) == 0
+    assert isinstance(database, ms.database.MemoryDatabase)
+    assert isinstance(module, tvm.ir.IRModule)
