@@ -59,7 +59,8 @@ class _Progress:
         if self.rounds == 0:
             return self.operator.weight * self.now_s * _FIRST_GAIN
         left = _OPTIMISM * self.now_s / self.rounds
-        return self.operator.weight * ((1 - _OPTIMISM) * self.last_gain_s + left)
+        # A round that won nearly all there was does not promise the like again: others would wait for nothing.
+        return self.operator.weight * min(self.now_s, (1 - _OPTIMISM) * self.last_gain_s + left)
 
 
 @dataclass(frozen=True, slots=True)
