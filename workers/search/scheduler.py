@@ -29,6 +29,8 @@ _BATCH = 8  #: candidates of one operator in one round
 _PROPOSE_TIMEOUT_S = 20.0
 _TRAIN_TIMEOUT_S = 30.0
 _FEATURIZE_TIMEOUT_S = 20.0
+#: Stored outcomes of an operator that a new search learns from.
+_REMEMBERED = 64
 #: Outcomes wait this long at most before they are stored.
 _FLUSH_S = 1.0
 #: The share of its time that an operator is assumed to win in its first round, before anything is known of it.
@@ -226,6 +228,9 @@ class Scheduler:
             trials = [t for t in self.records.of(operator.workload.digest) if isinstance(t.outcome, Measured)]
             if not trials:
                 continue
+            # Features cost as much as scheduling the candidate again: of many, a few from the best to the worst.
+            trials.sort(key=lambda t: (t.outcome.median_s if isinstance(t.outcome, Measured) else 0.0, t.trace_digest))
+            trials = trials[:: -(-len(trials) // _REMEMBERED)]
             candidates = [Candidate(operator.workload, trial.trace) for trial in trials]
             try:
                 found = self.server.call(

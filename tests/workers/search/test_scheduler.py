@@ -47,6 +47,7 @@ class InlineServer:
     sizes: dict[str, int] = field(default_factory=dict)  #: by workload digest
     refuse: Callable[[str, bool], Exception | None] = lambda workload, guided: None
     proposals: list[tuple[str, bool]] = field(default_factory=list)
+    featurized: list[list[str]] = field(default_factory=list)
     seen: list[list[str]] = field(default_factory=list)  #: traces that each proposal was told are known
 
     def submit(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Future[Any]:
@@ -68,6 +69,7 @@ class InlineServer:
         if function is forked_steps.propose:
             return self._propose(*arguments)
         if function is forked_steps.featurize:
+            self.featurized.append([candidate.trace for candidate in arguments[1]])
             return [features(number_of(candidate.trace)) for candidate in arguments[1]]
         assert function is cost_model.train
         assert len(arguments[0]) >= cost_model.MIN_SAMPLES
@@ -259,6 +261,19 @@ def test_resume(search: Search) -> None:
     assert again.server.proposals[0][1], "the first proposal is guided by what was stored"
     first = again.server.proposals[0][0]
     assert again.server.seen[0] == sorted(t for t in before if json.loads(t)[0][0][0] == hash_of(again, first))
+
+
+def test_long_history(search: Search) -> None:
+    """Of a long history a new search learns from some outcomes of each operator, the best and the slowest among them."""
+    search.operators = search.operators[:1]
+    search.run(trials=200)
+    again = Search(search.store, search.claim)
+    again.run(trials=201, before=200)
+    [learnt] = again.server.featurized
+    times = sorted(seconds_of(trace) for trace in search.runner.ran)
+    assert 40 <= len(learnt) <= 64
+    assert seconds_of(learnt[0]) == times[0]
+    assert seconds_of(learnt[-1]) == times[-1]
 
 
 def hash_of(search: Search, digest: str) -> str:
