@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,8 +272,7 @@ def test_differences(wanted: NDArray[Any], got: NDArray[Any], problem: str) -> N
     """A difference of value, dtype, shape, NaN or infinity is refused and described."""
     entry = compare_one(wanted, got)
     assert entry["ok"] is False
-    with pytest.raises(AssertionError, match=problem):
-        raise AssertionError(entry["problem"])
+    assert re.search(problem, entry["problem"]), entry["problem"]
 
 
 @pytest.mark.parametrize(

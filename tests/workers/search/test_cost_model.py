@@ -28,8 +28,8 @@ def samples(workload: str, first: int, count: int, scale: float = 1.0) -> list[S
 
 def rank_correlation(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:
     """Spearman's."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, two)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (one, two))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 @pytest.fixture(scope="module")

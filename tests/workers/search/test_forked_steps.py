@@ -172,14 +172,14 @@ def test_random_tensor(dtype: str, host: Host) -> None:
 def test_memory_over_many_builds(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
     """What fifty builds take does not add up in the server (tvm#11096)."""
     before = psutil.Process(server.pid).memory_info().rss
-    futures = [
-        server.submit(
-            forked_steps.build, host.target_json, Candidate(matmul(), sampled[i % 24]), str(tmp_path / str(i)),
-            deadline_s=DEADLINE_S,
+    futures = []
+    for number in range(50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        candidate = Candidate(matmul(), sampled[number % 24])
+        futures.append(
+            server.submit(forked_steps.build, host.target_json, candidate, str(folder), deadline_s=DEADLINE_S)
         )
-        for i in range(50)
-        if (tmp_path / str(i)).mkdir() is None
-    ]  # fmt: skip
     libraries = {future.result().library for future in futures}
     assert len(libraries) == 50
     assert psutil.Process(server.pid).memory_info().rss < before + (64 << 20)

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tvm
 import tvm_ffi
-from tvm.s_tir import meta_schedule as ms
 
 from tests.samples import make_key
 from tests.workers.conftest import Host, make_claim, workload_of
@@ -28,7 +26,6 @@ from workers.search.records import Records
 from workers.search.space import Space
 
 SCOPE = make_key().record_scope()
-TRACE = '[[["a"]],[]]'
 
 
 def trial(workload: Workload, number: int, outcome: Measured | Failed) -> Trial:
@@ -132,7 +129,7 @@ def test_chosen(sqlite_store: TuningStore, claim: Claim) -> None:
     assert records.chosen(operators) == {faster.digest: trial(faster, 2, measured(0.5))}
 
 
-def edit(store: TuningStore, sqlite_url: str, statement: str, *values: Any) -> None:
+def edit(sqlite_url: str, statement: str, *values: Any) -> None:
     connection = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
     try:
         with connection:
@@ -147,12 +144,12 @@ def test_edited_rows(sqlite_store: TuningStore, sqlite_url: str, claim: Claim) -
     records = Records(sqlite_store, claim, SCOPE)
     [workload] = records.adopt([module])
     records.add([trial(workload, 1, measured(1)), trial(workload, 2, measured(2))])
-    edit(sqlite_store, sqlite_url, "UPDATE trials SET trace = ? WHERE trace LIKE '%1]%'", '[[["edited"]],[]]')
+    edit(sqlite_url, "UPDATE trials SET trace = ? WHERE trace LIKE '%1]%'", '[[["edited"]],[]]')
     again = Records(sqlite_store, claim, SCOPE)
     [found] = again.adopt([module])
     assert found == workload
     assert list(again.of(workload.digest)) == [trial(workload, 2, measured(2))]
-    edit(sqlite_store, sqlite_url, "UPDATE workloads SET module = ?", matmul(8, 8, 8).module)
+    edit(sqlite_url, "UPDATE workloads SET module = ?", matmul(8, 8, 8).module)
     last = Records(sqlite_store, claim, SCOPE)
     [found] = last.adopt([module])
     assert list(last.of(found.digest)) == []
@@ -187,5 +184,3 @@ def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, h
         forked_steps.schedule_of(workload, traces[1]).mod,
     )
     assert len(records.database([Operator("matmul", workload, 1, 1e-9)], host.target)) == 0
-    assert isinstance(database, ms.database.MemoryDatabase)
-    assert isinstance(module, tvm.ir.IRModule)
