@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 from tests.workers.conftest import Compiled, Host, compile_model
+from tests.workers.frontend.test_onnx_model import branching, celu, folded_determinant, scaled
 from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port
 from tuning_db.keys import TensorSpec
 from workers.packaging.reference import TOLERANCE, Comparison, compare, example_inputs, run, time_in_turns
@@ -177,6 +178,11 @@ MODELS: dict[str, Callable[[], ModelProto]] = {
     "negative-indices": negative_indices,
     "half-precision": half_precision,
     "sums": sums,
+    "known-branch": branching,
+    "known-other-branch": lambda: branching(False),
+    "own-function": scaled,
+    "standard-function": celu,
+    "folded-determinant": folded_determinant,
 }
 
 
