@@ -17,7 +17,8 @@ help: ## list these commands
 demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
 	$(PY) benchmarks/demo.py $(DEMO_ARGS)
 
-test: .venv/dev test-servers ## run every test; PYTEST_ARGS chooses some
+PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
+test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 check: .venv/dev ## linters, types, layering, schema, manifests; then the tests
