@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import tvm
 import tvm_ffi
@@ -40,17 +41,21 @@ class Records:
         for workload in self._store.workloads(self._scope, [w.structural_hash for w in fresh]):
             stored.setdefault(workload.structural_hash, []).append(workload)
         adopted = []
+        spellings: dict[str, str] = {}
         for module, workload in zip(modules, fresh, strict=True):
-            for known in stored.get(workload.structural_hash, ()):
-                if tvm_ffi.structural_equal(to_tvm_workload(known).mod, module):
-                    adopted.append(known)
-                    break
-            else:
-                adopted.append(workload)
+            # Two jobs that met an operator at the same time may have stored it twice: the records of both are its own.
+            equal = [
+                known
+                for known in stored.get(workload.structural_hash, ())
+                if tvm_ffi.structural_equal(to_tvm_workload(known).mod, module)
+            ] or [workload]
+            adopted.append(equal[0])
+            spellings |= {known.digest: equal[0].digest for known in equal}
         self._store.put_workloads(self._scope, adopted)
         self._outcomes = {workload.digest: {} for workload in adopted}
-        for trial in self._store.trials(self._scope, list(self._outcomes)):
-            self._outcomes[trial.workload][trial.trace_digest] = trial
+        for trial in self._store.trials(self._scope, list(spellings)):
+            digest = spellings[trial.workload]
+            self._outcomes[digest].setdefault(trial.trace_digest, replace(trial, workload=digest))
         return adopted
 
     def add(self, trials: Sequence[Trial]) -> None:

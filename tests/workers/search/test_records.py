@@ -52,6 +52,20 @@ def test_equal_workloads_share_their_records(sqlite_store: TuningStore, claim: C
     assert second.best(workload.digest) == (trial(workload, 1, measured(3, 1, 2)), 0.002)
 
 
+def test_two_spellings_of_one_computation(sqlite_store: TuningStore, claim: Claim) -> None:
+    """Jobs that met a computation at the same time stored it twice; a later job has the records of both."""
+    one, two = (normalize_mod(Twins[name]) for name in ("one", "two"))
+    spellings = [workload_of(one), workload_of(two)]
+    sqlite_store.put_workloads(SCOPE, spellings)
+    for number, spelling in enumerate(spellings):
+        sqlite_store.add_trials(claim, SCOPE, [trial(spelling, number, measured(2 - number))])
+    records = Records(sqlite_store, make_claim(sqlite_store, "a later model"), SCOPE)
+    [workload] = records.adopt([two])
+    assert workload in spellings
+    assert sorted(t.trace for t in records.of(workload.digest)) == ['[[["trace",0]],[]]', '[[["trace",1]],[]]']
+    assert records.best(workload.digest) == (trial(workload, 1, measured(1)), 0.001)
+
+
 def test_equal_hash_is_not_enough(sqlite_store: TuningStore, claim: Claim) -> None:
     """A stored workload that has the hash but is another computation is not taken (tvm#14188)."""
     module = matmul_module(16, 16, 16)
