@@ -100,37 +100,33 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
     """Compile one candidate into a shared library under `folder`, and extract its features."""
     target = tvm.target.Target(json.loads(target_json))
     schedule = schedule_of(candidate.workload, candidate.trace)
-    arguments = ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
-    measure_candidate = ms.MeasureCandidate(schedule, arguments)
-    features = extract_features(target, to_tvm_workload(candidate.workload).mod, [measure_candidate])[0]
+    features = extract_features(target, candidate.workload, schedule)
     with pass_context():
         executable = tvm.compile(RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod), target=target)
     name = f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
     return Built(
         library=str(link(executable.mod, Path(folder) / name)),
-        arguments=tuple((str(a.dtype), tuple(int(d) for d in a.shape)) for a in arguments),
-        features=features if features.size else None,
+        arguments=tuple(
+            (str(argument.dtype), tuple(int(size) for size in argument.shape))
+            for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
+        ),
+        features=features,
     )
 
 
 def featurize(target_json: str, candidates: Sequence[Candidate]) -> list[Features | None]:
     """Features of candidates whose outcome is known already, in their order."""
     target = tvm.target.Target(json.loads(target_json))
-    found: list[Features | None] = []
-    for candidate in candidates:
-        schedule = schedule_of(candidate.workload, candidate.trace)
-        measure_candidate = ms.MeasureCandidate(schedule, ms.arg_info.ArgInfo.from_entry_func(schedule.mod))
-        features = extract_features(target, to_tvm_workload(candidate.workload).mod, [measure_candidate])[0]
-        found.append(features if features.size else None)
-    return found
+    return [extract_features(target, c.workload, schedule_of(c.workload, c.trace)) for c in candidates]
 
 
-def extract_features(
-    target: tvm.target.Target, module: tvm.ir.IRModule, candidates: Sequence[ms.MeasureCandidate]
-) -> list[Features]:
-    context = ms.TuneContext(module, target=target, num_threads=1, task_name="main")
-    extractor = ms.feature_extractor.PerStoreFeature()
-    return [cast(Features, f.numpy().astype("float32")) for f in extractor.extract_from(context, list(candidates))]
+def extract_features(target: tvm.target.Target, workload: Workload, schedule: tvm.s_tir.Schedule) -> Features | None:
+    """One row for each buffer store, or None where the extractor finds no store."""
+    context = ms.TuneContext(to_tvm_workload(workload).mod, target=target, num_threads=1, task_name="main")
+    candidate = ms.MeasureCandidate(schedule, ms.arg_info.ArgInfo.from_entry_func(schedule.mod))
+    [found] = ms.feature_extractor.PerStoreFeature().extract_from(context, [candidate])
+    features = cast(Features, found.numpy().astype("float32"))
+    return features if features.size else None
 
 
 def link(module: tvm.runtime.Module, path: Path) -> Path:
