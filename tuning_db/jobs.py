@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Final, Self
 
 from tuning_db.errors import IllegalTransition, InvalidRequest, UnsupportedOption
-from tuning_db.keys import ArtifactKey, Json, to_json
+from tuning_db.keys import ArtifactKey, Json, sha256_json, to_json
 
 #: Search methods of this version, and what they are.
 TUNERS: Final = {
@@ -88,10 +88,15 @@ class SearchConfig:
             )
 
     def covers(self, wanted: SearchConfig) -> bool:
-        """Whether a finished job with this budget answers a request for `wanted`. The seed does not matter."""
+        """Whether a job with this budget, finished or under way, answers a request for `wanted`. The seed does not
+        matter."""
         if wanted.tuner == "none":
             return True
         return self.tuner == wanted.tuner and self.trials >= wanted.trials and self.seconds >= wanted.seconds
+
+    def budget_digest(self) -> str:
+        """The same for searches that cover each other, and only for them: SHA-256 of all but the seed."""
+        return sha256_json([self.tuner, self.trials, float(self.seconds)])
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -71,10 +71,11 @@ class DeviceRow(Base):
 class JobRow(Base):
     __tablename__ = "jobs"
     __table_args__ = (
-        # At most one job of a key is under way: what makes twenty equal requests at once into one job.
+        # At most one job of a key and budget is under way: what makes twenty equal requests at once into one job.
         Index(
-            "uq_jobs_active_key",
+            "uq_jobs_active_key_budget",
             "key_digest",
+            "budget_digest",
             unique=True,
             sqlite_where=text("state IN ('QUEUED', 'RUNNING')"),
             postgresql_where=text("state IN ('QUEUED', 'RUNNING')"),
@@ -86,6 +87,7 @@ class JobRow(Base):
     number: Mapped[int] = mapped_column(Serial, primary_key=True)  #: the order in which jobs were made
     id: Mapped[str] = mapped_column(String(32), unique=True)
     key_digest: Mapped[str] = mapped_column(Digest)
+    budget_digest: Mapped[str] = mapped_column(Digest)
     device: Mapped[str] = mapped_column(String(128))
     spec: Mapped[dict[str, Any]]
     state: Mapped[str] = mapped_column(String(16))

@@ -122,6 +122,22 @@ class TuningStore:
 
         return self._write(write)
 
+    def replace_model_blob(self, digest: str, old: str, new: tuple[str, int]) -> bool:
+        """Let the model point to another file of the same graph and weights, given by SHA-256 and size, because the
+        `old` one's bytes were lost. False if it does not point to `old` any more: somebody else was quicker."""
+
+        def write(session: Session) -> bool:
+            blob, size_bytes = new
+            replaced = session.scalar(
+                update(ModelRow)
+                .where(ModelRow.digest == digest, ModelRow.blob == old)
+                .values(blob=blob, size_bytes=size_bytes)
+                .returning(ModelRow.digest)
+            )
+            return replaced is not None
+
+        return self._write(write)
+
     def model(self, digest: str) -> ModelInfo:
         """NotFound if nobody uploaded it."""
 
@@ -210,11 +226,13 @@ class TuningStore:
     ) -> Submission:
         """The job that answers `spec`, or a new QUEUED one.
 
-        Answers it: the QUEUED or RUNNING job of the same key (at most one exists: a partial unique index), else the
-        newest SUCCEEDED job of that key whose budget covers the request, if its artifact is still there.
+        Answers it: the oldest QUEUED or RUNNING job of the same key whose budget covers the request, else the newest
+        SUCCEEDED one that covers it, if the key's artifact is still there. A request for more than these makes a job
+        of its own, which goes on from the records of the smaller ones.
         `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same job
         again, whatever has become of it; the same key with another body raises IdempotencyConflict.
-        Twenty calls at once make one job. QueueFull instead of a new job when `max_queued` jobs wait already.
+        Twenty equal calls at once make one job: a partial unique index allows one unfinished job a key and budget.
+        QueueFull instead of a new job when `max_queued` jobs wait already.
         """
         if idempotency is not None and not 0 < len(idempotency[0]) <= 255:
             raise InvalidRequest("an Idempotency-Key has 1 to 255 characters", field="Idempotency-Key")
@@ -249,16 +267,15 @@ class TuningStore:
     def _answering(self, session: Session, spec: JobSpec) -> JobRow | None:
         digest = spec.key.digest()
         of_key = select(JobRow).where(JobRow.key_digest == digest)
-        active = session.scalars(of_key.where(_is_active())).one_or_none()
-        if active is not None:
-            return active
-        if session.get(ArtifactRow, digest) is None:
-            return None
+        active = of_key.where(_is_active()).order_by(JobRow.number)
         succeeded = of_key.where(JobRow.state == JobState.SUCCEEDED.value).order_by(JobRow.number.desc())
-        for row in session.scalars(succeeded):
-            job = _readable_job(row)
-            if job is not None and job.spec.search.covers(spec.search):
-                return row
+        for statement in (active, succeeded):
+            for row in session.scalars(statement):
+                job = _readable_job(row)
+                if job is not None and job.spec.search.covers(spec.search):
+                    return row
+            if session.get(ArtifactRow, digest) is None:
+                return None
         return None
 
     def _new_job(self, session: Session, spec: JobSpec, max_queued: int | None) -> JobRow:
@@ -273,6 +290,7 @@ class TuningStore:
         row = JobRow(
             id=uuid.uuid4().hex,
             key_digest=spec.key.digest(),
+            budget_digest=spec.search.budget_digest(),
             device=spec.key.device.name,
             spec=spec.to_json(),
             state=JobState.QUEUED.value,

@@ -136,6 +136,13 @@ class TestModels:
         assert store.add_model(replace(self.MODEL, blob=sha256("other bytes"))) is False
         assert store.model(self.MODEL.digest).blob == self.MODEL.blob
 
+    def test_lost_bytes_are_replaced_once(self, store: TuningStore) -> None:
+        """Another file takes the place of the lost one; whoever comes later with a third is told so."""
+        store.add_model(self.MODEL)
+        assert store.replace_model_blob(self.MODEL.digest, self.MODEL.blob, (sha256("second"), 7)) is True
+        assert store.replace_model_blob(self.MODEL.digest, self.MODEL.blob, (sha256("third"), 8)) is False
+        assert store.model(self.MODEL.digest) == replace(self.MODEL, blob=sha256("second"), size_bytes=7)
+
     def test_simultaneous_uploads(self, store: TuningStore) -> None:
         """Of ten uploads of one model at once, exactly one is the first."""
         assert sorted(at_once(10, lambda _: store.add_model(self.MODEL))) == [False] * 9 + [True]
@@ -231,11 +238,24 @@ class TestSubmit:
         assert len(set(ids)) == 1
         assert [job.id for job in store.jobs()] == ids[:1]
 
-    def test_running_job_answers(self, store: TuningStore) -> None:
-        """The job under way answers a request of its key, also one for a larger budget."""
+    def test_job_under_way_answers_what_it_covers(self, store: TuningStore) -> None:
+        """A waiting or running job answers requests of no larger budget; more trials or seconds make a new one."""
+        small = store.submit(make_spec(search=SearchConfig(tuner="none")))
+        large = store.submit(make_spec())
+        assert large.created
         _, job = running(store)
-        again = store.submit(make_spec(search=SearchConfig(trials=9999)))
-        assert (again.created, again.job.id) == (False, job.id)
+        assert job.id == large.job.id
+        assert store.submit(make_spec(search=SearchConfig(trials=10, seconds=10, seed=7))).job.id == job.id
+        assert store.submit(make_spec(search=SearchConfig(tuner="none"))).job.id == small.job.id
+        assert store.submit(make_spec(search=SearchConfig(trials=64, seconds=61))).created
+        assert len(store.jobs()) == 3
+
+    def test_two_budgets_at_once(self, store: TuningStore) -> None:
+        """Twenty requests at once for two budgets make at most one job for each, and nobody gets less than asked."""
+        wanted = [SearchConfig(trials=8 * (1 + number % 2), seconds=60, seed=number) for number in range(20)]
+        made = at_once(20, lambda number: store.submit(make_spec(search=wanted[number])))
+        assert all(got.job.spec.search.covers(want) for got, want in zip(made, wanted, strict=True))
+        assert sum(got.created for got in made) == len(store.jobs()) <= 2
 
     def test_finished_job_answers_what_it_covers(self, store: TuningStore) -> None:
         """A finished job answers requests of no larger budget; more trials or seconds make a new one."""

@@ -41,6 +41,7 @@ def test_transitions(one: JobState, two: JobState) -> None:
 def test_covers(one: SearchConfig, two: SearchConfig) -> None:
     """A finished search answers for exactly those that would not have looked harder, whatever their seed."""
     assert one.covers(two) == (one.trials >= two.trials and one.seconds >= two.seconds)
+    assert (one.budget_digest() == two.budget_digest()) == (one.covers(two) and two.covers(one))
     nothing = SearchConfig(tuner="none")
     assert one.covers(nothing)
     assert not nothing.covers(one)

@@ -79,7 +79,7 @@ def test_drift_is_seen(database_url: str) -> None:
 
 
 def test_at_most_one_active_job(database_url: str) -> None:
-    """The database itself refuses a second job under way for a key, which Alembic's comparison does not look into."""
+    """The database itself refuses a second job under way for a key and budget; Alembic does not compare that."""
     store = TuningStore(database_url)
     store.submit(make_spec())
     store.close()

@@ -41,6 +41,7 @@ def upgrade() -> None:
         sa.Column("number", SERIAL, primary_key=True),
         sa.Column("id", sa.String(32), nullable=False, unique=True),
         sa.Column("key_digest", DIGEST, nullable=False),
+        sa.Column("budget_digest", DIGEST, nullable=False),
         sa.Column("device", sa.String(128), nullable=False),
         sa.Column("spec", sa.JSON(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
@@ -58,7 +59,12 @@ def upgrade() -> None:
         sa.Column("woken_at", MOMENT),
     )
     op.create_index(
-        "uq_jobs_active_key", "jobs", ["key_digest"], unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE
+        "uq_jobs_active_key_budget",
+        "jobs",
+        ["key_digest", "budget_digest"],
+        unique=True,
+        sqlite_where=ACTIVE,
+        postgresql_where=ACTIVE,
     )
     op.create_index("ix_jobs_key_state", "jobs", ["key_digest", "state"])
     op.create_index("ix_jobs_state_device", "jobs", ["state", "device"])
