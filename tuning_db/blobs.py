@@ -78,13 +78,17 @@ class BlobStore:
         path = self._path(sha256)
         try:
             # Not through a link: what a name leads to is decided by `put` alone.
-            handle = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise NotFound(f"no blob {sha256} is stored") from None
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise NotFound(f"no blob {sha256} is stored: a link stands in its place") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotFound(f"no blob {sha256} is stored: what stands in its place is no file")
+        handle = os.fdopen(fd, "rb")
         try:
             try:
                 found = hashlib.file_digest(handle, "sha256").hexdigest()
@@ -208,6 +212,8 @@ class BlobWriter:
             else:
                 _sync_folder(self._store.root)
             # Also over a file of that name: it holds the same bytes, or it is damaged and healed by this.
+            if path.is_dir() and not path.is_symlink():
+                path.rename(self._store._quarantine / f"{path.name}.{time.time_ns()}")
             self._temp_path.rename(path)
             self._temp_path = None
             _sync_folder(path.parent)

@@ -10,7 +10,7 @@ from service.schemas import ModelOut
 from service.services import Services, ServicesDep
 from service.uploads import Upload, receive
 from tuning_db.catalog import ModelInfo
-from tuning_db.errors import NotFound
+from tuning_db.errors import BlobCorrupt, NotFound
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -53,7 +53,8 @@ def get_model(digest: str, services: ServicesDep) -> ModelOut:
 async def keep_model(services: Services, upload: Upload) -> tuple[ModelInfo, bool]:
     """Find out what the bytes are, then keep them and remember the model; whether it was new.
 
-    A file that cannot be read is not kept, nor is a second file of a known model: the same graph and weights.
+    A file that cannot be read is not kept, nor is a second file of a known model, the same graph and weights, unless
+    the first one's bytes were lost.
     """
     path, sha256 = await upload.staged()
     found = await services.inspector.inspect(path, sha256)
@@ -64,6 +65,13 @@ async def keep_model(services: Services, upload: Upload) -> tuple[ModelInfo, boo
     if known is not None:
         if known.blob == sha256:
             await upload.commit()  # the stored bytes may have been damaged since
+            return known, False
+        try:
+            await run_in_threadpool(services.blobs.path_verified, known.blob)
+        except (NotFound, BlobCorrupt):
+            size_bytes = await upload.commit()
+            await run_in_threadpool(services.store.replace_model_blob, known.digest, known.blob, (sha256, size_bytes))
+            return await run_in_threadpool(services.store.model, known.digest), False
         return known, False
     size_bytes = await upload.commit()
     model = ModelInfo(found.digest, sha256, found.format, size_bytes, found.inputs, found.outputs)

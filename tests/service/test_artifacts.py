@@ -210,7 +210,7 @@ def test_retuned_library_has_another_tag(service: Service, model: str, batch: in
     assert service.http.get(address, headers={"if-none-match": old_tag}).status_code == 200
 
 
-@pytest.mark.parametrize("how", ["damaged", "truncated", "missing", "a link"])
+@pytest.mark.parametrize("how", ["damaged", "truncated", "missing", "a link", "a folder"])
 @pytest.mark.parametrize("asked", ["library", "blob", "manifest", "query", "submit"])
 def test_damaged_bytes_are_never_served(service: Service, model: str, batch: int, how: str, asked: str) -> None:
     """An altered, short or lost library is a miss whoever asks first, and the next submission builds it again."""
@@ -228,6 +228,8 @@ def test_damaged_bytes_are_never_served(service: Service, model: str, batch: int
         path.unlink()
         if how == "a link":
             path.symlink_to("/etc/passwd")
+        elif how == "a folder":
+            path.mkdir()
     query = {"model": model, "input": f"x:float32[{batch},4]"}
     first: dict[str, Callable[[], httpx.Response]] = {
         "library": lambda: service.http.get(f"/v1/artifacts/{key}/library"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import onnx
 import psutil
 import pytest
 
@@ -45,14 +46,31 @@ def test_upload_is_new_once(service: Service) -> None:
 
 def test_second_file_of_a_known_model_is_not_kept(service: Service, model: str) -> None:
     """The same graph under another producer's name is the same model, and the first file stays."""
-    import onnx
-
     other = onnx.load_from_string(relu_model())
     other.producer_name = "somebody else"
     before = stored(service)
     answer = service.http.post("/v1/models", files={"model": other.SerializeToString()})
     assert (answer.status_code, answer.json()["digest"]) == (200, model)
     assert stored(service) == before
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "a folder"])
+def test_second_file_heals_a_lost_one(service: Service, how: str) -> None:
+    """When the first file's bytes are lost, another file of the same graph takes its place, and can be tuned."""
+    content = relu_model(f"N_{how.replace(' ', '_')}")
+    digest = service.upload(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    blob = service.settings.data_dir / "blobs" / sha256[:2] / sha256
+    blob.unlink()
+    if how == "damaged":
+        blob.write_bytes(b"rotten")
+    elif how == "a folder":
+        blob.mkdir()
+    other = onnx.load_from_string(content)
+    other.producer_name = "somebody else"
+    assert service.upload(other.SerializeToString()) == digest
+    assert service.store.model(digest).blob == hashlib.sha256(other.SerializeToString()).hexdigest()
+    assert service.submit(digest, 3).status_code == 201
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -210,6 +211,18 @@ def test_link(blobs: BlobStore, tmp_path: Path) -> None:
     (blobs.root / NAME[:2] / NAME).symlink_to(elsewhere)
     with pytest.raises(NotFound, match="link"):
         blobs.open_verified(NAME)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_no_file(blobs: BlobStore, make: Callable[[Path], None]) -> None:
+    """A folder or a pipe in a blob's place is no blob, and gives way when the blob is stored."""
+    path = blobs.root / NAME[:2] / NAME
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(NotFound, match="no file"):
+        blobs.open_verified(NAME)
+    blobs.put(io.BytesIO(DATA))
+    assert blobs.read(NAME) == DATA
 
 
 def test_no_room(blobs: BlobStore) -> None:
