@@ -18,7 +18,7 @@ from tuning_db.store import TuningStore
 from workers import toolchain
 from workers.celery_app import create_app
 from workers.settings import Settings
-from workers.supervisor import Supervisor
+from workers.supervisor import Supervisor, remove_abandoned_scratch
 from workers.tasks import register
 
 _log = structlog.get_logger()
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     except (toolchain.UntestedToolchain, ProbeFailed, TuneryError) as error:
         _log.error("worker cannot start", message=str(error))
         return 2
+    remove_abandoned_scratch()
     supervisor = Supervisor(settings, store, threading.Event())
 
     def report() -> None:

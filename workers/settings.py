@@ -28,6 +28,7 @@ class Settings(BaseSettings):
     heartbeat_interval_s: Seconds = 1.0  #: also how soon a cancel is noticed
     report_interval_s: Seconds = 20.0  #: how often the device is reported
     max_attempts: Annotated[int, Field(gt=0)] = 3  #: attempts at a job whose process is lost
+    silence_timeout_s: Seconds = 900.0  #: a tuning process that reports nothing for so long is taken to hang
     job_timeout_s: Seconds = 8 * 24 * 3600.0  #: past any search: import, search, check and all
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ The worker's own process never imports TVM. What the tuning process does (hang, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,17 +16,20 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import structlog
 
-from tuning_db.errors import DatabaseUnavailable, ProcessDied, StaleAttempt
+from tuning_db.errors import DatabaseUnavailable, ProcessDied, StaleAttempt, StorageFull
 from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.layout import log_dir
 from tuning_db.store import TuningStore
-from workers.processes import ATTEMPT_VARIABLE, attempt_mark, kill_marked
+from workers.processes import ATTEMPT_VARIABLE, RETRY, attempt_mark, find_marks, kill_marked
 from workers.settings import Settings
 
 _log = structlog.get_logger()
+
+_SCRATCH_PREFIX: Final = "tunery-job-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Supervisor:
 
     def _watch(self, claim: Claim, process: subprocess.Popen[bytes], log_path: Path) -> bool:
         deadline_s = time.monotonic() + self.settings.job_timeout_s
+        heard_s, last_event = time.monotonic(), 0
         while True:
             try:
                 process.wait(self.settings.heartbeat_interval_s)
@@ -99,7 +104,9 @@ class Supervisor:
                 return False
             try:
                 cancelled = self.store.heartbeat(claim)
-            except DatabaseUnavailable as error:
+                if events := self.store.events(claim.job_id, after=last_event):
+                    heard_s, last_event = time.monotonic(), events[-1].seq
+            except (DatabaseUnavailable, StorageFull) as error:
                 # Keep working: if the store is silent for too long, the sweep gives the job away, and the next
                 # heartbeat says so.
                 _log.warning("heartbeat not stored", job=claim.job_id, message=str(error))
@@ -108,6 +115,9 @@ class Supervisor:
                 self._end(process, claim)
                 self.store.mark_cancelled(claim)
                 return False
+            if time.monotonic() - heard_s > self.settings.silence_timeout_s:
+                self._end(process, claim)
+                return self._lost(claim, f"said nothing for {self.settings.silence_timeout_s:g} s and was ended")
 
     def _end(self, process: subprocess.Popen[bytes], claim: Claim) -> None:
         """The whole tree is gone when the row says that the job has ended."""
@@ -123,18 +133,9 @@ class Supervisor:
         if status < 0:
             name = signal.Signals(-status).name
             hint = ", which is what the kernel sends when memory runs out" if name == "SIGKILL" else ""
-            if self.store.heartbeat(claim):
-                self.store.mark_cancelled(claim)
-                return False
-            if claim.attempt < self.settings.max_attempts:
-                _log.warning("tuning process died", job=claim.job_id, attempt=claim.attempt, signal=name)
-                self.store.release(claim)
-                return True
-            self.store.fail(
-                claim,
-                JobError(ProcessDied.kind, f"the tuning process died of {name}{hint}, in attempt {claim.attempt} too"),
-            )
-            return False
+            return self._lost(claim, f"died of {name}{hint}")
+        if status == RETRY:
+            return self._lost(claim, f"could not go on: {_last_line(log_path)}")
         self.store.fail(
             claim,
             JobError(
@@ -145,13 +146,36 @@ class Supervisor:
         )
         return False
 
+    def _lost(self, claim: Claim, how: str) -> bool:
+        """The process is gone, and the job is not to blame yet: put it back, up to the number of attempts allowed."""
+        if self.store.heartbeat(claim):
+            self.store.mark_cancelled(claim)
+            return False
+        if claim.attempt < self.settings.max_attempts:
+            _log.warning("attempt lost", job=claim.job_id, attempt=claim.attempt, how=how)
+            self.store.release(claim)
+            return True
+        self.store.fail(claim, JobError(ProcessDied.kind, f"the tuning process {how}, in attempt {claim.attempt} too"))
+        return False
+
 
 def _make_scratch(job_id: str) -> Path:
     """A folder for all that an attempt writes on the way; one that a killed worker left of this job is removed."""
-    prefix = f"tunery-job-{job_id}-"
+    prefix = f"{_SCRATCH_PREFIX}{job_id}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def remove_abandoned_scratch() -> None:
+    """What attempts of killed workers on this host have left, whatever became of their jobs."""
+    marked = {mark.partition(":")[0] for mark in find_marks()}
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+        job_id = left.name.removeprefix(_SCRATCH_PREFIX).partition("-")[0]
+        # A folder is made a moment before the process that carries its job's mark.
+        with contextlib.suppress(OSError):
+            if job_id not in marked and time.time() - left.stat().st_mtime > 60:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _measuring_environment() -> dict[str, str]:

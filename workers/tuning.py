@@ -22,19 +22,24 @@ import structlog
 
 from tuning_db.blobs import BlobStore
 from tuning_db.errors import (
+    BlobCorrupt,
     BuildFailed,
     CheckFailed,
+    DatabaseUnavailable,
     InvalidRequest,
     LoadFailed,
+    NotFound,
     NoValidCandidate,
     StaleAttempt,
+    StorageFull,
     TuningFailed,
 )  # fmt: skip
 from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
-from workers.processes import die_with_parent
+from workers.processes import RETRY, bound_memory, die_with_parent
+from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
 from workers.settings import Settings
 
 _log = structlog.get_logger()
@@ -74,10 +79,9 @@ class Attempt:
 
         from workers.frontend.onnx_import import import_onnx
         from workers.graph import pipeline, tasks
-        from workers.packaging import library, profile
+        from workers.packaging import library
         from workers.search import forked_steps
         from workers.search.candidates import Measurement, Operator
-        from workers.search.forkserver import ChildFailed, ForkServer
         from workers.search.lanes import LocalBuilder, LocalRunner
         from workers.search.records import Records
         from workers.search.scheduler import Scheduler, SearchResult
@@ -100,12 +104,7 @@ class Attempt:
             found = tasks.extract(module)
             untuned = self.scratch / "untuned.so"
             library.compile_library(module, target, untuned)
-            try:
-                kernel_s: dict[str, float] = server.call(
-                    profile.profile, str(untuned), self.key.inputs, threads, deadline_s=_PROFILE_TIMEOUT_S
-                )
-            except ChildFailed as failure:
-                raise LoadFailed(f"the untuned library does not run on this device: {failure}") from failure
+            kernel_s = self._profile(server, untuned, threads)
 
             records = Records(self.store, self.claim, self.key.record_scope())
             workloads = records.adopt([task.module for task in found])
@@ -120,6 +119,7 @@ class Attempt:
             self.stage("search", f"{len(operators)} of {len(found)} operators, {search.trials} trials at most")
             result = SearchResult(0, 0, 0.0, "none")
             before = self.job.trials_measured
+            searched_s, failures = self._searched_before()
             if search.tuner != "none" and operators:
                 with LocalBuilder(server, self.key.target, workers=threads) as builder:
                     scheduler = Scheduler(
@@ -132,9 +132,7 @@ class Attempt:
                         report=self.report,
                         operators_at_once=threads,
                     )
-                    result = scheduler.run(
-                        operators, search, trials_before=before, elapsed_before_s=self._searched_before_s()
-                    )
+                    result = scheduler.run(operators, search, trials_before=before, elapsed_before_s=searched_s)
                 if before + result.trials > 0 and all(records.best(o.workload.digest) is None for o in operators):
                     raise NoValidCandidate(
                         f"none of {before + result.trials} candidates could be built and run; "
@@ -174,8 +172,8 @@ class Attempt:
             "search": {
                 **_as_dict(to_json(search)),
                 "trials_measured": before + result.trials,
-                "failed_trials": result.failures,
-                "elapsed_s": round(result.elapsed_s, 2),
+                "failed_trials": failures + result.failures,
+                "elapsed_s": round(searched_s + result.elapsed_s, 2),
                 "ended_by": result.reason,
             },
             "attempt": self.claim.attempt,
@@ -197,15 +195,34 @@ class Attempt:
                 f"{'; '.join(map(str, differences))}; submit the job again"
             )
 
-    def _searched_before_s(self) -> float:
-        """Seconds of search that earlier attempts spent, from the progress that they reported."""
-        elapsed_s, after = 0.0, 0
+    def _profile(self, server: ForkServer, library: Path, threads: int) -> dict[str, float]:
+        """Seconds of each kernel of the untuned library. LoadFailed if it does not run on any of the examples."""
+        from workers.packaging.profile import profile
+        from workers.packaging.reference import INTEGER_RANGES
+
+        for integers in INTEGER_RANGES:
+            try:
+                kernel_s: dict[str, float] = server.call(
+                    profile, str(library), self.key.inputs, threads, 7, integers, deadline_s=_PROFILE_TIMEOUT_S
+                )
+            except ServerDied:
+                raise
+            except ChildFailed as failure:
+                last = failure
+            else:
+                return kernel_s
+        raise LoadFailed(f"the untuned library does not run on this device: {last}") from last
+
+    def _searched_before(self) -> tuple[float, int]:
+        """Seconds of search and failed trials of earlier attempts, from the events that they left."""
+        elapsed_s, failures, after = 0.0, 0, 0
         while events := self.store.events(self.claim.job_id, after=after):
             after = events[-1].seq
             for event in events:
                 if event.type == "progress":
                     elapsed_s = max(elapsed_s, float(str(event.data["elapsed_s"])))
-        return elapsed_s
+                failures += event.type == "trial" and event.data["outcome"] != "measured"
+        return elapsed_s, failures
 
     def _compare(self, reference: Path, libraries: Mapping[str, str], threads: int) -> dict[str, Any]:
         from workers.packaging.reference import Comparison
@@ -214,7 +231,7 @@ class Attempt:
         spec.write_text(Comparison(str(reference), libraries, self.key.inputs, threads).to_json())
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "workers.packaging.reference", str(spec)],
+                [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
                 stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_TIMEOUT_S, text=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -224,6 +241,11 @@ class Attempt:
             how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
             raise LoadFailed(f"loading and comparing the library ended with {how}: {lines[-1][:300] if lines else ''}")
         verdict: dict[str, Any] = json.loads(done.stdout)
+        if "refused" in verdict:
+            raise CheckFailed(
+                f"ONNX Runtime itself cannot run the model on example inputs (standard normal floats, integers from "
+                f"0 to 2), so nothing can be compared: {verdict['refused']}"
+            )
         return verdict
 
     def _pick(self, verdict: Mapping[str, Any]) -> str:
@@ -232,6 +254,9 @@ class Attempt:
         check = verdict["checks"][label]
         if not check["ok"]:
             raise CheckFailed(f"the {label} library does not agree with ONNX Runtime: {check['problem']}")
+        if check["outputs_without_finite_values"]:
+            names = ", ".join(map(repr, check["outputs_without_finite_values"]))
+            self.report("warning", {"message": f"no finite value of {names} was compared: there was none"})
         medians = {name: statistics.median(samples) for name, samples in verdict["samples_s"].items()}
         if label == "tuned" and verdict["checks"]["untuned"]["ok"] and medians["untuned"] < medians["tuned"]:
             return "untuned"
@@ -244,9 +269,11 @@ def _as_dict(value: Json) -> dict[str, Json]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0: the job has ended in the store, well or not; 3: it is no longer ours; else this process broke."""
+    """Exit status 0: the job has ended in the store, well or not; 3: it is no longer ours; 4: try it again, for what
+    failed was not the job; else this process broke."""
     claim = Claim(arguments[0], int(arguments[1]))
     die_with_parent(int(arguments[2]))
+    bound_memory()
     settings = Settings()
     store = TuningStore(settings.database_url)
     blobs = BlobStore(blob_dir(settings.data_dir))
@@ -260,6 +287,17 @@ def main(arguments: Sequence[str]) -> int:
         store.fail(claim, JobError(error.kind, str(error)))
     except InvalidRequest as error:
         store.fail(claim, JobError(_kind_of(error), str(error)))
+    except (NotFound, BlobCorrupt) as error:
+        store.fail(
+            claim, JobError("model-lost", f"the uploaded model is not there any more ({error}); upload it again")
+        )
+    except MemoryError:
+        store.fail(
+            claim, JobError("out-of-memory", "the model needs more memory with these shapes than this worker has")
+        )
+    except (DatabaseUnavailable, StorageFull, ServerDied) as error:
+        _log.error("attempt lost", job=claim.job_id, attempt=claim.attempt, message=str(error))
+        return RETRY
     finally:
         store.close()
     return 0

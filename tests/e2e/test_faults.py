@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.client import JobCancelled, JobHandle, Tunery
-from tests.e2e.conftest import INPUTS, Service, running, wait_for
+from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
 
 TRIALS = 32
 
@@ -121,3 +121,29 @@ def test_a_job_that_dies_each_time_fails_after_three_attempts(fresh: tuple[Servi
     assert "SIGABRT" in job.job["error"]["message"]
     following = client.submit(small_model, inputs={"image": [2, 8, 28, 28]}, search={"tuner": "none"})
     following.wait(120)
+
+
+def test_kill_9_of_the_fork_server(fresh: tuple[Service, Tunery], small_model: Path) -> None:
+    """A fork server that is killed is replaced: no operator is given up for it, and the whole budget is spent."""
+    service, client = fresh
+    job = start(service, client, small_model)
+    pid = service.pid_of("workers.search.forkserver")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert_finished_without_repeating(service, job)
+    assert job.job["attempt"] == 1
+    assert client.manifest(job.key)["search"]["ended_by"] == "trials"
+
+
+def test_a_frozen_tuning_process_is_ended_and_its_job_goes_on(small_model: Path, tmp_path: Path) -> None:
+    """A tuning process that says nothing for too long is killed, and the next attempt finishes the job."""
+    with (
+        running(tmp_path / "data", {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "45"}) as service,
+        Tunery(service.url) as client,
+    ):
+        job = start(service, client, small_model)
+        pid = service.pid_of(f"workers.tuning {job.id}")
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert_finished_without_repeating(service, job)
+        assert job.job["attempt"] == 2

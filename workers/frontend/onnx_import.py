@@ -103,7 +103,9 @@ def sum_to_add(model: ModelProto) -> ModelProto:
 def static_outputs(model: ModelProto) -> tuple[TensorSpec, ...]:
     """The outputs with every dimension known; ImportFailed names one that depends on the data."""
     specs = []
-    for port in onnx_model.outputs_of(model):
+    for port, value in zip(onnx_model.outputs_of(model), model.graph.output, strict=True):
+        if not value.type.tensor_type.HasField("shape"):
+            raise ImportFailed(f"the shape of output {port.name!r} cannot be inferred")
         if not all(isinstance(size, int) for size in port.shape):
             raise ImportFailed(f"output {port.name!r} has the shape {list(port.shape)}, which depends on the data")
         specs.append(TensorSpec(port.name, port.dtype, tuple(int(size) for size in port.shape if size is not None)))

@@ -194,9 +194,15 @@ def bind(model: ModelProto, inputs: Sequence[TensorSpec]) -> None:
         for size in bound[value.name].shape:
             shape.dim.add().dim_value = size
     del model.graph.value_info[:]
+    stored = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     for value in model.graph.output:
-        # What the exporter wrote of outputs was for other inputs; inference writes it again.
+        # What the exporter wrote of outputs was for other inputs; inference writes it again where a node makes them.
         value.type.tensor_type.ClearField("shape")
+        passed_on = bound[value.name].shape if value.name in bound else stored.get(value.name)
+        if passed_on is not None:
+            value.type.tensor_type.shape.SetInParent()
+            for size in passed_on:
+                value.type.tensor_type.shape.dim.add().dim_value = size
     try:
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:

@@ -9,18 +9,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax
 
 from tuning_db.keys import TensorSpec
+from workers.packaging.reference import INTEGER_RANGES, example_inputs
 
 
-def profile(library: str, inputs: Sequence[TensorSpec], threads: int, repeats: int = 7) -> dict[str, float]:
+def profile(
+    library: str,
+    inputs: Sequence[TensorSpec],
+    threads: int,
+    repeats: int = 7,
+    integers: tuple[int, int] = INTEGER_RANGES[0],
+) -> dict[str, float]:
     """Median seconds of one call of each kernel, by its name in the module. The first run is a warm-up."""
     os.environ["TVM_NUM_THREADS"] = str(threads)
     machine = relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())
-    arguments = [tvm.runtime.tensor(np.zeros(spec.shape, dtype=spec.dtype)) for spec in inputs]
+    examples = example_inputs(inputs, 0, integers)
+    arguments = [tvm.runtime.tensor(examples[spec.name]) for spec in inputs]
     machine["main"](*arguments)
     taken: defaultdict[str, list[float]] = defaultdict(list)
     start_s = 0.0

@@ -1,4 +1,4 @@
-"""`python -m workers.packaging.reference SPEC.json`: a fresh process that loads libraries, compares and times them.
+"""`python -m workers.packaging.reference SPEC.json PARENT`: a fresh process that compares and times libraries.
 
 Reads a `Comparison` as JSON, prints one JSON object: the numerical check of each library against ONNX Runtime on the
 same inputs, and the time of each and of ONNX Runtime, taken in turns so that a busy machine is busy for all of them.
@@ -19,7 +19,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuning_db.keys import Json, TensorSpec
+from tuning_db.keys import Json, TensorSpec, to_json
+from workers.processes import die_with_parent
 
 #: How far an output may be from the reference, relative to the reference's largest magnitude (or 1, if that is less).
 TOLERANCE: Final[Mapping[str, float]] = {"float16": 1e-2, "float32": 1e-4, "float64": 1e-8}
@@ -46,15 +47,23 @@ class Comparison:
         return cls(**{**data, "inputs": tuple(TensorSpec.from_json(i) for i in data["inputs"])})
 
 
-def example_inputs(inputs: Sequence[TensorSpec], seed: int) -> dict[str, NDArray[Any]]:
-    """Standard normal floats; integers 0 and 1, which are valid as indices and token numbers of nearly every model."""
+#: What integer inputs are drawn from, half open, in the order tried: a model may divide by one or index a short axis.
+INTEGER_RANGES: Final = ((1, 3), (1, 2), (0, 1))
+
+
+def example_inputs(
+    inputs: Sequence[TensorSpec], seed: int, integers: tuple[int, int] = INTEGER_RANGES[0]
+) -> dict[str, NDArray[Any]]:
+    """Standard normal floats and small integers."""
     generator = np.random.default_rng(seed)
     examples: dict[str, NDArray[Any]] = {}
     for spec in inputs:
         if spec.dtype.startswith("float"):
             examples[spec.name] = np.asarray(generator.standard_normal(spec.shape)).astype(spec.dtype)
+        elif spec.dtype == "bool":
+            examples[spec.name] = np.asarray(generator.integers(0, 2, spec.shape)).astype(bool)
         else:
-            examples[spec.name] = np.asarray(generator.integers(0, 2, spec.shape)).astype(spec.dtype)
+            examples[spec.name] = np.asarray(generator.integers(*integers, spec.shape)).astype(spec.dtype)
     return examples
 
 
@@ -84,6 +93,7 @@ def compare(wanted: Sequence[NDArray[Any]], got: Sequence[NDArray[Any]], names: 
             entry["problem"] = "infinities do not stand in the same places"
             continue
         finite = np.isfinite(a)
+        entry["finite"] = int(np.count_nonzero(finite))
         x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
         difference = float(np.abs(x - y).max(initial=0.0))
         allowed = TOLERANCE[str(a.dtype)] * max(1.0, float(np.abs(x).max(initial=0.0)))
@@ -108,8 +118,16 @@ def run(comparison: Comparison) -> dict[str, Json]:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(comparison.reference, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
-    examples = [example_inputs(comparison.inputs, seed) for seed in _SEEDS]
-    references = [session.run(None, example) for example in examples]
+    for integers in INTEGER_RANGES:
+        examples = [example_inputs(comparison.inputs, seed, integers) for seed in _SEEDS]
+        try:
+            references = [session.run(None, example) for example in examples]
+        except Exception as error:  # ONNX Runtime raises classes of its own, which it does not export
+            refused = str(error).splitlines()[0][:300]
+        else:
+            break
+    else:
+        return {"refused": refused}
     checks: dict[str, Json] = {}
     callers: dict[str, Callable[[], object]] = {"onnxruntime": lambda: session.run(None, examples[0])}
     for label, path in comparison.libraries.items():
@@ -156,11 +174,16 @@ def _worst(entries: Sequence[dict[str, Json]]) -> dict[str, Json]:
         "samples": len(_SEEDS),
         "max_abs_diff": max(differences) if differences else None,
         "problem": f"output {bad[0]['output']!r}: {bad[0]['problem']}" if bad else None,
+        # Of these only the places of NaN and infinities were compared: there was nothing else in them.
+        "outputs_without_finite_values": to_json(
+            sorted({str(e["output"]) for e in entries} - {str(e["output"]) for e in entries if e.get("finite") != 0})
+        ),
         "tolerance": dict(TOLERANCE),
     }
 
 
 def main(arguments: Sequence[str]) -> int:
+    die_with_parent(int(arguments[1]))
     comparison = Comparison.from_json(Path(arguments[0]).read_text())
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -17,7 +17,7 @@ from tuning_db.trials import Failed, Measured, Trial
 from workers.search import cost_model, forked_steps
 from workers.search.candidates import Built, Candidate, Operator
 from workers.search.cost_model import CostModel, Sample
-from workers.search.forkserver import ChildFailed, ForkServer
+from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
 from workers.search.lanes import Builder, Runner
 from workers.search.records import Records
 from workers.search.space import Space
@@ -33,6 +33,8 @@ _FEATURIZE_TIMEOUT_S = 20.0
 _REMEMBERED = 64
 #: Outcomes wait this long at most before they are stored.
 _FLUSH_S = 1.0
+#: Fork servers that one search may lose before it gives up: something on this machine kills them.
+_SERVERS_LOST = 5
 #: The share of its time that an operator is assumed to win in its first round, before anything is known of it.
 _FIRST_GAIN = 0.7
 #: How much of a later round's expected gain is what is left, beside the trend of the last round (Ansor, section 6).
@@ -92,6 +94,7 @@ class Scheduler:
     _samples: dict[tuple[str, str], Sample] = field(default_factory=dict)
     _model: CostModel | None = None
     _trained_on: int = 0
+    _servers_lost: int = 0
 
     def run(
         self,
@@ -169,15 +172,21 @@ class Scheduler:
         for entry, guided, future in asked:
             try:
                 traces = future.result()
+            except ServerDied:
+                # Nobody's fault here: a new server, and the operator is asked again in the next round.
+                self._servers_lost += 1
+                if self._servers_lost > _SERVERS_LOST:
+                    raise
+                self.server.recycle_if_grown()
             except ChildFailed as failure:
                 if self.clock() < end_s:
                     # Evolution of some operators never returns from TVM's arithmetic; sampling them still does.
                     entry.exhausted = not guided
                     entry.unguided = True
                     self.report("warning", {"operator": entry.operator.name, "message": f"proposal {failure}"})
-                continue
-            entry.exhausted = not traces
-            candidates += [Candidate(entry.operator.workload, trace) for trace in traces]
+            else:
+                entry.exhausted = not traces
+                candidates += [Candidate(entry.operator.workload, trace) for trace in traces]
         return candidates
 
     def _measure(

@@ -9,7 +9,7 @@ from onnx import ModelProto, TensorProto, helper
 from tvm import relax
 
 from tests.workers.frontend.test_onnx_model import celu, folded_determinant, scaled
-from tests.workers.models import conv_bn_relu, make_model, matmuls, port, save
+from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port, save
 from tuning_db.errors import ImportFailed, TuneryError, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.frontend.onnx_import import import_onnx, inline_functions, sum_to_add
@@ -49,6 +49,20 @@ def test_import(tmp_path: Path) -> None:
     assert [list(p.ty.shape.values) for p in imported.module["main"].params] == [[2, 8, 14, 14]]
     assert imported.outputs == (TensorSpec("y", "float32", (2, 16, 14, 14)),)
     assert (imported.nodes_before, imported.nodes_after) == (3, 2)
+
+
+def test_outputs_that_no_node_makes(tmp_path: Path) -> None:
+    """An output that is an input has the bound shape, and one that is a weight its own."""
+    model = make_model(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [port("x", "N", 4)],
+        [port("x", "N", 4), port("y", "N", 4), port("c", 2)],
+        {"c": normal(2)},
+    )
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    imported = import_onnx(path, [TensorSpec("x", "float32", (3, 4))], tmp_path)
+    assert [(spec.name, spec.shape) for spec in imported.outputs] == [("x", (3, 4)), ("y", (3, 4)), ("c", (2,))]
     assert operators(imported.bound) == ["Conv", "BatchNormalization", "Relu"]
 
 

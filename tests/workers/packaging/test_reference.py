@@ -314,7 +314,7 @@ def test_number_of_outputs() -> None:
 
 
 def test_example_inputs() -> None:
-    """Examples are the same for the same seed; integers are valid indices."""
+    """Examples are the same for the same seed; integers can be divided by, and index as short an axis as is asked."""
     specs = [TensorSpec("x", "float16", (4, 5)), TensorSpec("i", "int64", (9,)), TensorSpec("m", "bool", (3,))]
     one, two, other = example_inputs(specs, 0), example_inputs(specs, 0), example_inputs(specs, 1)
     assert {name: (str(array.dtype), array.shape) for name, array in one.items()} == {
@@ -322,7 +322,8 @@ def test_example_inputs() -> None:
     }  # fmt: skip
     assert all(np.array_equal(one[name], two[name]) for name in one)
     assert not np.array_equal(one["x"], other["x"])
-    assert set(one["i"].tolist()) <= {0, 1}
+    assert set(one["i"].tolist()) == {1, 2}
+    assert set(example_inputs(specs, 0, (0, 1))["i"].tolist()) == {0}
 
 
 def test_time_in_turns() -> None:
@@ -340,7 +341,7 @@ def test_fresh_process(conv: Compiled, tmp_path: Path) -> None:
     spec.write_text(comparison.to_json())
     assert Comparison.from_json(spec.read_text()) == comparison
     done = subprocess.run(
-        [sys.executable, "-m", "workers.packaging.reference", str(spec)],
+        [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
         capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     answer = json.loads(done.stdout)
@@ -356,3 +357,55 @@ def test_fresh_process(conv: Compiled, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.split() == ["2"]
+
+
+def gather_of_one_row() -> ModelProto:
+    return make_model(
+        [helper.make_node("Gather", ["table", "i"], ["y"])],
+        [port("i", 4, dtype=TensorProto.INT64)],
+        [port("y", 4, 8)],
+        {"table": normal(1, 8)},
+    )
+
+
+def integer_division() -> ModelProto:
+    return make_model(
+        [helper.make_node("Div", ["a", "b"], ["y"])],
+        [port("a", 6, dtype=TensorProto.INT64), port("b", 6, dtype=TensorProto.INT64)],
+        [port("y", 6, dtype=TensorProto.INT64)],
+    )
+
+
+@pytest.mark.parametrize("model", [gather_of_one_row(), integer_division()], ids=["gather", "division"])
+def test_integers_that_the_model_can_take(model: ModelProto, host: Host, tmp_path: Path) -> None:
+    """Examples are found that index a table of one row, and that can be divided by."""
+    compiled = compile_model(model, host, tmp_path)
+    result: Any = run(Comparison(str(compiled.reference), {"it": str(compiled.untuned)}, compiled.inputs, **QUICK))
+    assert result["checks"]["it"]["ok"], result["checks"]["it"]["problem"]
+
+
+def test_a_model_that_takes_none_of_our_examples(host: Host, tmp_path: Path) -> None:
+    """When ONNX Runtime itself refuses every example, that is said, and not that the library were bad."""
+    model = make_model(
+        [helper.make_node("Gather", ["table", "j"], ["y"]), helper.make_node("Add", ["i", "far"], ["j"])][::-1],
+        [port("i", 4, dtype=TensorProto.INT64)],
+        [port("y", 4, 8)],
+        {"table": normal(2, 8), "far": np.array(100)},
+    )
+    compiled = compile_model(model, host, tmp_path)
+    result: Any = run(Comparison(str(compiled.reference), {"it": str(compiled.untuned)}, compiled.inputs, **QUICK))
+    assert "out of data bounds" in result["refused"]
+    assert "checks" not in result
+
+
+def test_outputs_of_which_nothing_was_compared(host: Host, tmp_path: Path) -> None:
+    """An output that is NaN throughout agrees, and the verdict says that no value of it was compared."""
+    model = make_model(
+        [helper.make_node("Sqrt", ["minus"], ["nan"]), helper.make_node("Add", ["x", "nan"], ["y"]),
+         helper.make_node("Relu", ["x"], ["z"])],
+        [port("x", 4)], [port("y", 4), port("z", 4)], {"minus": np.full(4, -1.0, dtype=np.float32)},
+    )  # fmt: skip
+    compiled = compile_model(model, host, tmp_path)
+    result: Any = run(Comparison(str(compiled.reference), {"it": str(compiled.untuned)}, compiled.inputs, **QUICK))
+    assert result["checks"]["it"]["ok"]
+    assert result["checks"]["it"]["outputs_without_finite_values"] == ["y"]
