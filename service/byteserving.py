@@ -14,17 +14,25 @@ from starlette.responses import StreamingResponse
 from service.problems import Problem, ProblemKind
 
 _CHUNK_BYTES: Final = 256 * 1024
+_PRECONDITION_FAILED: Final = ProblemKind(412, "precondition-failed", "The bytes are not those that were asked for")
 _NOT_SATISFIABLE: Final = ProblemKind(416, "range-not-satisfiable", "The range lies outside the bytes")
 
 
 def serve(request: Request, handle: BinaryIO, sha256: str, *, filename: str, cache_control: str) -> Response:
-    """200, 206, 304 or 416 for the open, verified `handle`, which is closed when the answer has gone out.
+    """200, 206, 304, 412 or 416 for the open, verified `handle`, which is closed when the answer has gone out.
 
     The entity tag is strong and names the content, so a download that is resumed never joins two versions.
     """
     etag = f'"{sha256}"'
     size = os.fstat(handle.fileno()).st_size
     headers = {"etag": etag, "cache-control": cache_control, "accept-ranges": "bytes"}
+    if not _match(request.headers.get("if-match"), etag):
+        handle.close()
+        return Problem(
+            _PRECONDITION_FAILED,
+            f"the bytes here have the entity tag {etag}, which If-Match does not name; ask again without it",
+            headers={"etag": etag},
+        )
     if _none_match(request.headers.get("if-none-match"), etag):
         handle.close()
         return Response(status_code=304, headers=headers)
@@ -72,6 +80,11 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | str | None:
     if first >= size:
         return "unsatisfiable"
     return first, min(int(last_text), size - 1) if last_text else size - 1
+
+
+def _match(header: str | None, etag: str) -> bool:
+    """Whether If-Match allows an answer. The comparison is strong, as the RFC demands here: a weak tag never fits."""
+    return header is None or header.strip() == "*" or ("", etag) in re.findall(r'(W/)?("[^"]*")', header)
 
 
 def _none_match(header: str | None, etag: str) -> bool:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
 from tuning_db.errors import InvalidRequest, UnsupportedOption
-from tuning_db.jobs import Job, SearchConfig
+from tuning_db.jobs import Job, JobState, SearchConfig
 from tuning_db.keys import BuildOptions, QuantizationConfig, to_json
 
 #: Wide enough for every legal number; what is out of range gets the domain's own sentence, and no message holds
@@ -46,9 +46,9 @@ class QuantizationIn(Inward):
 
 class SearchIn(Inward):
     tuner: Annotated[str, Field(max_length=32)] = "ansor"
-    trials: Whole = 200
+    trials: int = 200
     seconds: float = 900.0
-    seed: Whole = 0
+    seed: int = 0
 
     def to_config(self) -> SearchConfig:
         return SearchConfig(self.tuner, self.trials, self.seconds, self.seed)
@@ -121,6 +121,17 @@ class JobIn(TargetSpecIn):
     """A submission of a model that has been uploaded before."""
 
     model: Digest
+
+
+class JobsQuery(BaseModel):
+    """Which jobs to list. `state` is repeated; `before` is the id of the last job of the page before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state: list[JobState] = []
+    device: Name | None = None
+    limit: Annotated[int, Field(ge=1, le=500)] = 50
+    before: str | None = None
 
 
 class ArtifactQuery(BaseModel):

@@ -27,7 +27,7 @@ class Settings(BaseSettings):
     max_queued: Annotated[int, Field(gt=0)] = 10_000  #: jobs that may wait for a worker at one time
 
     inspector: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.inspect")
-    inspector_timeout_s: Seconds = 30.0
+    inspector_timeout_s: Seconds = 120.0  #: on a busy machine too; its time on the processor is bounded by itself
     inspectors_at_once: Annotated[int, Field(gt=0)] = 2
 
     sweep_interval_s: Seconds = 5.0

@@ -45,6 +45,18 @@ class BlobStore:
             for folder in (root, self._temp, self._quarantine):
                 folder.mkdir(parents=True, exist_ok=True)
 
+    def ping(self) -> None:
+        """Raises StorageFull if nothing can be stored: a page goes to the disk, in a file that nobody else sees."""
+        try:
+            with _no_room_is_storage_full(self.root), tempfile.TemporaryFile(dir=self._temp) as probe:
+                probe.write(bytes(4096))
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as error:
+            raise StorageFull(
+                f"{self._temp} cannot be written ({error.strerror}); check that it exists and who owns it"
+            ) from error
+
     def put(
         self, source: Path | Readable, expected_sha256: str | None = None, *, max_bytes: int | None = None
     ) -> tuple[str, int]:

@@ -74,18 +74,14 @@ class SearchConfig:
             return
         if isinstance(self.trials, bool) or not isinstance(self.trials, int) or not 1 <= self.trials <= MAX_TRIALS:
             raise InvalidRequest(
-                f"search.trials is {self.trials!r}; give a whole number from 1 to {MAX_TRIALS}, "
-                'or "tuner": "none" to compile with stored records only',
+                f"search.trials must be a whole number from 1 to {MAX_TRIALS}; "
+                '"tuner": "none" compiles with stored records only',
                 field="search.trials",
             )
         if not 1 <= self.seconds <= MAX_SECONDS:
-            raise InvalidRequest(
-                f"search.seconds is {self.seconds!r}; give a number from 1 to {MAX_SECONDS}", field="search.seconds"
-            )
+            raise InvalidRequest(f"search.seconds must be a number from 1 to {MAX_SECONDS}", field="search.seconds")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            raise InvalidRequest(
-                f"search.seed is {self.seed!r}; give a whole number from 0 to 2147483647", field="search.seed"
-            )
+            raise InvalidRequest("search.seed must be a whole number from 0 to 2147483647", field="search.seed")
 
     def covers(self, wanted: SearchConfig) -> bool:
         """Whether a job with this budget, finished or under way, answers a request for `wanted`. The seed does not

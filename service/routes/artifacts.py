@@ -21,6 +21,7 @@ _REVALIDATE = "no-cache"
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
+@router.head("/v1/artifacts", include_in_schema=False)
 @router.get("/v1/artifacts")
 def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDep) -> dict[str, Any]:
     """The manifest under the key that these fields make, or a problem that names the nearest stored keys."""
@@ -42,6 +43,7 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
         return manifest_of(check_library(services.store, services.blobs, services.store.find_artifact(key)))
 
 
+@router.head("/v1/artifacts/{key}", include_in_schema=False)
 @router.get("/v1/artifacts/{key}")
 def get_artifact(key: str, services: ServicesDep) -> dict[str, Any]:
     return manifest_of(check_library(services.store, services.blobs, artifact_of(services.store, key)))

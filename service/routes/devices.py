@@ -12,11 +12,13 @@ from tuning_db.errors import NotFound
 router = APIRouter(prefix="/v1/devices", tags=["devices"])
 
 
+@router.head("", include_in_schema=False)
 @router.get("")
 def list_devices(services: ServicesDep) -> DeviceList:
     return DeviceList(devices=[DeviceOut.of(device) for device in services.store.devices()])
 
 
+@router.head("/{name}", include_in_schema=False)
 @router.get("/{name}")
 def get_device(name: str, services: ServicesDep) -> DeviceOut:
     for device in services.store.devices():

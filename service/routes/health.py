@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 from fastapi import APIRouter, Response
 
 from service.services import ServicesDep
-from tuning_db.errors import StorageFull, TuneryError
-from tuning_db.layout import blob_dir
+from tuning_db.errors import TuneryError
 
 log = structlog.get_logger()
 router = APIRouter(tags=["health"])
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
     """The process answers. Looks at nothing else, so that a database that is away does not get the API restarted."""
     return {"status": "ok"}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 def readyz(services: ServicesDep, response: Response) -> dict[str, str]:
     """503 while a part is missing. Each part is "ok" or a sentence that says what is wrong."""
     checks: dict[str, Callable[[], None]] = {
         "database": services.store.ping,
-        "blobs": lambda: _writable(blob_dir(services.settings.data_dir)),
+        "blobs": services.blobs.ping,
         "broker": services.dispatcher.ping,
     }
     answer = {}
@@ -44,8 +43,3 @@ def readyz(services: ServicesDep, response: Response) -> dict[str, str]:
     if any(value != "ok" for value in answer.values()):
         response.status_code = 503
     return answer
-
-
-def _writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise StorageFull(f"{folder} is not writable; check that it exists and who owns it")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import structlog
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from pydantic import ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from service.problems import LocatedNotFound, invalid_request_of, shorten
 from service.resolve import artifact_of, check_library, key_for, known_device, known_model
 from service.routes.models import FILE_PARTS, keep_model
-from service.schemas import Inward, JobIn, JobOut, JobPage, TargetSpecIn
+from service.schemas import Inward, JobIn, JobOut, JobPage, JobsQuery, TargetSpecIn
 from service.services import Services, ServicesDep
 from service.uploads import read_body, receive
 from tuning_db.catalog import ModelInfo
@@ -67,7 +67,8 @@ async def submit_job(
         raise InvalidRequest(
             "Idempotency-Key must be 1 to 200 visible ASCII characters without spaces", field="Idempotency-Key"
         )
-    if request.headers.get("content-type", "").lower().startswith("multipart/"):
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type.startswith("multipart/"):
         async with receive(
             request,
             services.blobs,
@@ -81,6 +82,8 @@ async def submit_job(
             wanted.refuse_unsupported()
             wanted.search.to_config()
             model, _ = await keep_model(services, upload)
+    elif content_type != "application/json":
+        raise HTTPException(415, "send application/json, or multipart/form-data with the model and its spec")
     else:
         body = _parse(JobIn, await read_body(request))
         wanted = body
@@ -91,26 +94,19 @@ async def submit_job(
     return JobOut.of(submission.job, cached=cached)
 
 
+@router.head("", response_model_exclude_none=True, include_in_schema=False)
 @router.get("", response_model_exclude_none=True)
-def list_jobs(
-    request: Request,
-    services: ServicesDep,
-    state: Annotated[list[JobState] | None, Query()] = None,
-    device: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=500)] = 50,
-    before: str | None = None,
-) -> JobPage:
+def list_jobs(query: Annotated[JobsQuery, Query()], request: Request, services: ServicesDep) -> JobPage:
     """Newest first; `next` is the address of the page after this one."""
-    if device is not None:
-        device = known_device(services.store, device).name
-    if before is not None:
-        before = _known_job(services, before, field="before").id
-    jobs = services.store.jobs(states=tuple(state or ()), device=device, limit=limit + 1, before=before)
-    page = jobs[:limit]
-    more = request.url.include_query_params(before=page[-1].id) if len(jobs) > limit else None
+    device = None if query.device is None else known_device(services.store, query.device).name
+    before = None if query.before is None else _known_job(services, query.before, field="before").id
+    jobs = services.store.jobs(states=tuple(query.state), device=device, limit=query.limit + 1, before=before)
+    page = jobs[: query.limit]
+    more = request.url.include_query_params(before=page[-1].id) if len(jobs) > query.limit else None
     return JobPage(jobs=[JobOut.of(job) for job in page], next=f"{more.path}?{more.query}" if more else None)
 
 
+@router.head("/{job_id}", response_model_exclude_none=True, include_in_schema=False)
 @router.get("/{job_id}", response_model_exclude_none=True)
 def get_job(job_id: str, services: ServicesDep) -> JobOut:
     return JobOut.of(_known_job(services, job_id))
@@ -195,9 +191,21 @@ def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:
 
 def _parse(kind: type[Body], body: bytes) -> Body:
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid_request_of(error) from None
+    # The parser takes the last of two equal names, and says nothing; numbers are left as they are spelled.
+    json.loads(body.decode(), object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
+    return parsed
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            name = shorten(name)
+            raise InvalidRequest(f"{name!r} stands twice in one JSON object; send it once", field=name or "body")
+        seen.add(name)
 
 
 def _known_job(services: Services, job_id: str, *, field: Literal["before"] | None = None) -> Job:

@@ -45,6 +45,7 @@ async def upload_model(request: Request, response: Response, services: ServicesD
     return ModelOut.of(model)
 
 
+@router.head("/{digest}", include_in_schema=False)
 @router.get("/{digest}")
 def get_model(digest: str, services: ServicesDep) -> ModelOut:
     return ModelOut.of(known_model(services.store, digest))

@@ -126,6 +126,17 @@ def test_whole_library(service: Service, address: str, artifact: Artifact) -> No
 
 
 @pytest.mark.parametrize(
+    ("tags", "status"), [(ETAG, 200), ("*", 200), (f'"a", {ETAG}', 200), (WEAK, 412), ('"a"', 412), ("a", 412)]
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_if_match(service: Service, address: str, method: str, tags: str, status: int) -> None:
+    """Who asks for certain bytes gets these, or 412 with the tag of those that are there."""
+    for path in (address, f"/v1/blobs/{ETAG.strip(chr(34))}"):
+        answer = service.http.request(method, path, headers={"if-match": tags})
+        assert (answer.status_code, answer.headers["etag"]) == (status, ETAG)
+
+
+@pytest.mark.parametrize(
     ("tags", "status"),
     [(ETAG, 304), (WEAK, 304), ("*", 304), (f'"a", {ETAG}', 304), (f'W/"a",{WEAK},"b"', 304), ('"a"', 200), ("a", 200)],
 )

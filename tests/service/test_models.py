@@ -231,6 +231,19 @@ def test_full_disk_is_507(service: Service) -> None:
     assert stored(service) == before
 
 
+def test_full_disk_is_not_ready(service: Service) -> None:
+    """While not even a page can be stored, /readyz is 503 and says where; then it is ready again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        answer = service.http.get("/readyz")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert answer.status_code == 503
+    assert "free some space" in answer.json()["blobs"]
+    assert service.http.get("/readyz").status_code == 200
+
+
 def test_client_that_hangs_up_leaves_nothing(service: Service) -> None:
     """An upload that ends in the middle is forgotten, and the service goes on."""
     before = stored(service)

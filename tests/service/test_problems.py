@@ -11,7 +11,8 @@ import pytest
 
 from service import problems
 from service.app import create_app
-from tests.service.conftest import Service, quiet
+from tests.samples import DEVICE
+from tests.service.conftest import Service, quiet, relu_model
 from tuning_db import errors
 
 
@@ -40,7 +41,7 @@ def test_wrong_method_names_the_right_ones(service: Service) -> None:
     """405 lists all methods of the path."""
     answer = service.http.put("/v1/jobs")
     assert answer.status_code == 405
-    assert answer.headers["allow"] == "GET, POST"
+    assert answer.headers["allow"] == "GET, HEAD, POST"
     assert answer.json()["type"] == "/problems/method-not-allowed"
 
 
@@ -110,6 +111,41 @@ def test_a_wrong_field_is_named(service: Service, body: Any, field: str) -> None
     assert answer.status_code == 422
     assert answer.json()["type"] == "/problems/invalid-request"
     assert answer.json()["field"] == field
+
+
+def test_names_given_twice_are_refused(service: Service, model: str) -> None:
+    """A JSON object with two equal names is no request: whoever reads it would have to guess which one is meant."""
+    twice = '"x": {"shape": [2, 4]}, "x": {"shape": [3, 4]}'
+    for body, field in (
+        (f'{{"model": "{model}", "inputs": {{{twice}}}}}', "x"),
+        (f'{{"model": "{model}", "inputs": {{"x": {{"shape": [2, 4], "shape": [3, 4]}}}}}}', "shape"),
+        (f'{{"model": "m", "model": "{model}", "inputs": {{"x": {{"shape": [2, 4]}}}}}}', "model"),
+    ):
+        answer = service.http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["field"]) == (422, field)
+        assert "twice" in answer.json()["detail"]
+    spec = (None, f'{{"inputs": {{{twice}}}}}', "application/json")
+    answer = service.http.post("/v1/jobs", files={"model": ("m", relu_model()), "spec": spec})
+    assert (answer.status_code, answer.json()["field"]) == (422, "x")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream"])
+def test_other_media_types_are_415(service: Service, model: str, kind: str) -> None:
+    """JSON that is announced as something else is refused."""
+    answer = service.http.post("/v1/jobs", content=f'{{"model": "{model}"}}', headers={"content-type": kind})
+    assert (answer.status_code, answer.json()["type"]) == (415, "/problems/unsupported-media-type")
+    assert "application/json" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("trials", [-1, 0, 100_001, 10**30, 10**4000])
+def test_a_number_out_of_range_gets_the_range(service: Service, model: str, trials: int) -> None:
+    """However large a budget is, the answer names the limits and does not repeat it."""
+    digits = str(trials) if trials < 10**40 else "1" + "0" * 4000
+    body = f'{{"model": "{model}", "inputs": {{"x": {{"shape": [2, 4]}}}}, "search": {{"trials": {digits}}}}}'
+    answer = service.http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["field"]) == (422, "search.trials")
+    assert "from 1 to 100000" in answer.json()["detail"]
+    assert len(answer.content) < 1500
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}'])
@@ -194,6 +230,29 @@ def test_an_unknown_page_start_is_refused(service: Service) -> None:
     answer = service.http.get("/v1/jobs", params={"before": "\x00"})
     assert answer.status_code == 404
     assert answer.json()["field"] == "before"
+
+
+def test_unknown_query_fields_are_refused(service: Service) -> None:
+    """A misspelled filter of the jobs does not quietly list all of them."""
+    answer = service.http.get("/v1/jobs", params={"sate": "QUEUED"})
+    assert (answer.status_code, answer.json()["field"]) == (422, "sate")
+
+
+def test_head_is_get_without_the_body(service: Service, model: str, batch: int) -> None:
+    """HEAD answers with the status and the headers of GET, for what is there and for what is not."""
+    job = service.submit(model, batch).json()
+    service.finish(job["id"], b"a library")
+    key, nothing = job["key"], "0" * 64
+    for path in (
+        "/healthz", "/readyz", "/v1/jobs", f"/v1/jobs/{job['id']}", f"/v1/models/{model}", "/v1/devices",
+        f"/v1/devices/{DEVICE.name}", f"/v1/artifacts?model={model}&input=x:float32[{batch},4]",
+        f"/v1/artifacts/{key}", f"/v1/artifacts/{nothing}", f"/v1/jobs/{nothing}", f"/v1/models/{nothing}",
+    ):  # fmt: skip
+        got, head = service.http.get(path), service.http.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        for name in ("content-type", "content-length"):
+            assert head.headers[name] == got.headers[name], path
+        assert (got.status_code == 404) == (nothing in path)
 
 
 def test_description_is_whole(service: Service) -> None:
