@@ -26,7 +26,7 @@ from service.dispatch import Dispatcher
 from service.inspector import Inspector
 from service.routes import artifacts, devices, health, jobs, models
 from service.services import Services
-from service.settings import Settings
+from service.settings import InvalidSetting, Settings, read_settings
 from tuning_db.blobs import BlobStore
 from tuning_db.errors import BrokerUnavailable
 from tuning_db.layout import blob_dir
@@ -195,7 +195,10 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help="serve this inherited, bound socket instead of opening one")
     options = parser.parse_args()
     configure_logging()
-    app = create_app(Settings())
+    try:
+        app = create_app(read_settings())
+    except InvalidSetting as error:
+        raise SystemExit(str(error)) from None
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -1,7 +1,8 @@
 """The `tunery` command. Standard output holds the answer alone, so that it can be piped; all else goes to stderr.
 
 Exit codes: 0 done · 2 usage, or a request that the service refuses · 3 no library under that key · 4 the job failed or
-was cancelled · 5 the service cannot be reached or fails · 6 damaged bytes, or numbers that differ from the reference.
+was cancelled · 5 the service cannot be reached or fails · 6 damaged bytes, or numbers that differ from the reference ·
+130 interrupted with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from service.client import (
     DEFAULT_URL,
@@ -38,13 +39,14 @@ from service.client import (
     TuneryClientError,
     WaitTimeout,
 )
-from service.supervisor import StartFailed, Supervisor
+from service.supervisor import StartFailed, Supervisor, settings_complaint
 
 USAGE: Final = 2
 CACHE_MISS: Final = 3
 JOB_FAILED: Final = 4
 UNREACHABLE: Final = 5
 INTEGRITY: Final = 6
+INTERRUPTED: Final = 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,11 +88,15 @@ def up(
     """Run the API and a worker for this machine, until Ctrl-C. Nothing else is needed."""
     _need("fastapi", "server")
     with _exit_codes():
-        supervisor = Supervisor(data_dir, host=host, port=port)
+        if (complaint := settings_complaint()) is not None:
+            _say(complaint)
+            raise typer.Exit(USAGE)
+        with _usable(data_dir, "--data-dir"):
+            supervisor = Supervisor(data_dir, host=host, port=port)
         supervisor.upgrade_database()
         began = datetime.now(UTC)
         with supervisor.running(), Tunery(supervisor.url, attempts=1) as client:
-            err.print(f"starting on {supervisor.url}, data in {supervisor.data_dir}")
+            _say(f"starting on {supervisor.url}, data in {supervisor.data_dir}")
             devices: list[dict[str, Any]] = []
 
             def ready() -> bool:
@@ -100,7 +106,7 @@ def up(
                         devices[:] = [d for d in client.devices() if _time(d["last_seen"]) >= began]
                 return bool(devices)
 
-            if not supervisor.watch(err.print, ready, start_timeout):
+            if not supervisor.watch(_say, ready, start_timeout):
                 return
             names = [device["name"] for device in devices]
             if as_json:
@@ -108,9 +114,9 @@ def up(
                 _print_json({"url": supervisor.url, "devices": names, "pids": pids})
             else:
                 out.print(supervisor.url)
-                err.print(f"ready: {', '.join(names)}; Ctrl-C stops it")
-            supervisor.watch(err.print, lambda: False)
-            err.print("stopping")
+                _say(f"ready: {', '.join(names)}; Ctrl-C stops it")
+            supervisor.watch(_say, lambda: False)
+            _say("stopping")
 
 
 @app.command()
@@ -136,11 +142,12 @@ def submit(
     }
     if output is not None and not wait:
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
+    _make(output)
     with _exit_codes(), Tunery(url) as client:
         handle = client.submit(_model(model), inputs=_inputs(inputs), device=device, search=search or None)
         if not as_json:
             what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
-            err.print(f"{what} {handle.id}, key {handle.key}")
+            _say(f"{what} {handle.id}, key {handle.key}")
         _finish(handle, wait, timeout, output, as_json)
 
 
@@ -153,6 +160,7 @@ def wait(
     as_json: JsonOption = False,
 ) -> None:
     """Show a job's progress until it has ended."""
+    _make(output)
     with _exit_codes(), Tunery(url) as client:
         _finish(client.job(job), True, timeout, output, as_json)
 
@@ -166,7 +174,8 @@ def fetch(
 ) -> None:
     """Fetch a library by its key, verified. A copy that is there already is kept."""
     with _exit_codes(), Tunery(url) as client:
-        fetched = client.fetch(key, output)
+        with _usable(output, "--output"):
+            fetched = client.fetch(key, output)
         if as_json:
             _print_json(_fetched(fetched))
         else:
@@ -211,11 +220,11 @@ def jobs(
                 str(j["trials_measured"]),
                 j["spec"]["device"],
                 _shapes(j["spec"]["inputs"]),
-                j["key"],
+                j["key"][:16] if out.is_terminal else j["key"],
             )
             for j in found
         ]
-        _print_table(("job", "state", "trials", "device", "inputs", "key"), rows)
+        _print_table(("job", "state", "trials", "device", "inputs", "key"), rows, elastic=("inputs",))
 
 
 @app.command()
@@ -270,7 +279,8 @@ def upgrade(
 
     _need("sqlalchemy", "server")
     if not database_url:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        with _usable(data_dir, "--data-dir"):
+            data_dir.mkdir(parents=True, exist_ok=True)
     target = database_url or default_database_url(data_dir)
     done = subprocess.run(
         [sys.executable, "-m", "tuning_db.migrations", "upgrade", target],
@@ -279,12 +289,12 @@ def upgrade(
         check=False,
     )
     if done.returncode != 0:
-        err.print((done.stderr.strip().splitlines() or ["the upgrade failed"])[-1])
+        _say((done.stderr.strip().splitlines() or ["the upgrade failed"])[-1])
         raise typer.Exit(UNREACHABLE)
     if as_json:
         _print_json({"upgraded": True})
     else:
-        err.print("the database is up to date")
+        _say("the database is up to date")
 
 
 def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path | None, as_json: bool) -> None:
@@ -294,8 +304,15 @@ def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path
         if wait:
             with _progress(quiet=as_json or handle.ended) as show:
                 handle.wait(timeout_s, on_event=show)
+            if show is not None:
+                _say(_outcome(handle))
             if output is not None:
-                fetched = handle.fetch(output)
+                with _usable(output, "--output"):
+                    fetched = handle.fetch(output)
+    except KeyboardInterrupt:
+        if not handle.ended:
+            _say(f"the job runs on; see it with: tunery wait {handle.id}, or end it with: tunery cancel {handle.id}")
+        raise
     finally:
         # A job that failed is printed too: the exit code says how it ended, the document why.
         if as_json:
@@ -305,6 +322,21 @@ def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path
             out.print(str(fetched.library), soft_wrap=True)
         else:
             out.print(handle.key if handle.state == "SUCCEEDED" else handle.id, soft_wrap=True)
+
+
+def _outcome(handle: JobHandle) -> str:
+    """How much of its budget a job that succeeded has used, and what ended its search, as far as the service knows."""
+    wanted = handle.job["spec"]["search"]["trials"]
+    if not wanted:
+        return "succeeded: built from stored records"
+    said = f"succeeded: {handle.job['trials_measured']} of {wanted} trials"
+    with contextlib.suppress(TuneryClientError):
+        manifest = handle.manifest()
+        reason = manifest.get("search", {}).get("ended_by")
+        # Another job's library may be the faster one; its search is not this job's.
+        if manifest.get("job") == handle.id and reason not in (None, "none"):
+            said += f", ended by {reason}"
+    return said
 
 
 class _Show:
@@ -349,7 +381,7 @@ def _exit_codes(as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except CacheMissError as error:
-        err.print(str(error))
+        _say(str(error))
         if as_json:
             _print_json(error.problem)
         elif error.nearest:
@@ -358,30 +390,57 @@ def _exit_codes(as_json: bool = False) -> Iterator[None]:
                 for near in error.nearest
                 for difference in near["differences"]
             ]
-            _print_table(("nearest key", "field", "wanted", "stored"), rows, to=err)
+            _print_table(("nearest key", "field", "wanted", "stored"), rows, elastic=("wanted", "stored"), to=err)
         raise typer.Exit(CACHE_MISS) from None
     except RequestRefused as error:
         where = f" [request {error.request_id}]" if error.status >= 500 and error.request_id else ""
-        err.print(f"{error}{where}")
+        _say(f"{error}{where}")
         raise typer.Exit(UNREACHABLE if error.status >= 500 else USAGE) from None
     except JobFailed as error:
-        err.print(str(error))
+        _say(str(error))
         raise typer.Exit(INTEGRITY if error.kind == "check-failed" else JOB_FAILED) from None
     except (JobCancelled, WaitTimeout) as error:
-        err.print(str(error))
+        _say(str(error))
         raise typer.Exit(JOB_FAILED) from None
     except IntegrityFailed as error:
-        err.print(str(error))
+        _say(str(error))
         raise typer.Exit(INTEGRITY) from None
     except (ServiceUnreachable, StartFailed) as error:
-        err.print(str(error))
+        _say(str(error))
         raise typer.Exit(UNREACHABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _usable(path: Path, option: str) -> Iterator[None]:
+    """What the file system refuses in the block is a wrong value of `option`."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r} cannot be used: {error.strerror or error}; give a folder that can be written",
+            param_hint=option,
+        ) from None
+
+
+def _make(output: Path | None) -> None:
+    """What cannot be written to is said before the job runs, not hours later."""
+    if output is not None:
+        with _usable(output, "--output"):
+            output.mkdir(parents=True, exist_ok=True)
 
 
 def _model(text: str) -> str:
-    if re.fullmatch(r"[0-9a-f]{64}", text) is None and not Path(text).is_file():
-        raise typer.BadParameter(f"{text!r} is neither a file nor a model's digest", param_hint="MODEL")
-    return text
+    if re.fullmatch(r"[0-9a-f]{64}", text) is not None:
+        return text
+    try:
+        if Path(text).is_file():
+            with Path(text).open("rb"):
+                return text
+    except OSError as error:
+        raise typer.BadParameter(f"{text!r} cannot be read: {error.strerror or error}", param_hint="MODEL") from None
+    raise typer.BadParameter(f"{text!r} is neither a file nor a model's digest", param_hint="MODEL")
 
 
 def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
@@ -408,7 +467,7 @@ def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 def _need(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        err.print(f"this command needs more than the client: pip install 'tunery[{extra}]'")
+        _say(f"this command needs more than the client: pip install 'tunery[{extra}]'")
         raise typer.Exit(USAGE)
 
 
@@ -440,13 +499,37 @@ def _print_json(document: Any) -> None:
     sys.stdout.flush()
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: Console = out) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    to.print(table)
+def _say(text: str) -> None:
+    """A sentence for people. Left to the terminal to wrap: a line break of ours would cut a key or a path in two."""
+    err.print(text, soft_wrap=True)
+
+
+def _print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, elastic: Sequence[str] = (), to: Console = out
+) -> None:
+    """One line a row. In a pipe the cells are parted by tabs and whole. In a terminal they are aligned, and only
+    `elastic` columns are cut, with an ellipsis, to fit: what may be copied from the table stays whole."""
+    lines = [[_printable(cell) for cell in line] for line in (columns, *rows)]
+    if not to.is_terminal:
+        for line in lines:
+            to.file.write("\t".join(line) + "\n")  # the console would turn tabs into blanks
+        return
+    widths = [max(cell_len(line[index]) for line in lines) for index in range(len(columns))]
+    for name in elastic:
+        index = columns.index(name)
+        excess = sum(widths) + 2 * (len(widths) - 1) - to.width
+        widths[index] = max(widths[index] - max(excess, 0), min(widths[index], 8))
+    for line in lines:
+        cells = [
+            set_cell_size(cell, width) if cell_len(cell) <= width else set_cell_size(cell, width - 1) + "…"
+            for cell, width in zip(line, widths, strict=True)
+        ]
+        to.print("  ".join(cells).rstrip(), soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Names of inputs may hold anything; a row stays a row."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def main() -> None:

@@ -469,6 +469,10 @@ class JobHandle:
             raise JobCancelled(self.job)
         return self.job
 
+    def manifest(self) -> dict[str, Any]:
+        """The manifest under the job's key; its `job` says whose library that is."""
+        return self._client.manifest(self.key)
+
     def fetch(self, folder: str | os.PathLike[str]) -> FetchedLibrary:
         """The job's library; see `Tunery.fetch`."""
         return self._client.fetch(self.key, folder)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tuning_db.layout import default_database_url
 from tuning_db.messages import EMBEDDED_BROKER
@@ -43,3 +43,25 @@ class Settings(BaseSettings):
         if not self.database_url:
             object.__setattr__(self, "database_url", default_database_url(data_dir))
         return self
+
+
+class InvalidSetting(Exception):
+    """`str(error)` names the environment variable and says what it wants."""
+
+
+def read_settings() -> Settings:
+    try:
+        return Settings()
+    except ValidationError as error:
+        complaint = error.errors()[0]
+        name = f"TUNERY_{'.'.join(map(str, complaint['loc'])).upper()}"
+        raise InvalidSetting(f"{name} is {complaint['input']!r}: {complaint['msg']}; correct it or unset it") from None
+    except SettingsError as error:
+        raise InvalidSetting(f"a TUNERY_ variable that wants JSON is something else: {error}") from None
+
+
+if __name__ == "__main__":  # `tunery up` asks so before it starts anything
+    try:
+        read_settings()
+    except InvalidSetting as error:
+        raise SystemExit(str(error)) from None

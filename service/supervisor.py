@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -101,6 +102,12 @@ class Child:
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def settings_complaint() -> str | None:
+    """What is wrong with the service's environment variables, asked in a process of its own: this one stays light."""
+    done = subprocess.run([sys.executable, "-m", "service.settings"], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["the settings are wrong"])[-1]
 
 
 class Supervisor:
@@ -211,7 +218,13 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
+    except (socket.gaierror, UnicodeError) as error:
+        raise StartFailed(f"no address is known for --host {host!r} ({error}); give one of this machine's") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise StartFailed(
+                f"--host {host!r} is no address of this machine; give one that is, or 0.0.0.0 for all"
+            ) from error
         raise StartFailed(f"cannot listen on {host}:{port}: {error.strerror or error}; try --port 0") from error
     return listener
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import threading
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, app
+from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, _print_table, app
+from tests.samples import DEVICE
 from tests.service.conftest import Service, relu_model
 from tests.service.test_client import answering
-from tuning_db.jobs import JobError
+from tuning_db.jobs import JobError, JobState
 from tuning_db.migrations import check_schema
 
 runner = CliRunner()
@@ -45,7 +49,7 @@ def test_submit_without_waiting(service: Service, model_file: str, batch: int) -
     first = tunery(service, "submit", model_file, "--input", f"x={batch},4", "--trials", "8", "--no-wait", "--json")
     assert first.exit_code == 0
     assert answer_of(first)["spec"]["search"]["trials"] == 8
-    again = tunery(service, "submit", model_file, "--input", f"x:float32[{batch}, 4]", "--no-wait")
+    again = tunery(service, "submit", model_file, "--input", f"x:float32[{batch}, 4]", "--trials", "8", "--no-wait")
     assert again.exit_code == 0
     assert again.stdout.strip() == answer_of(first)["id"]
     shown = tunery(service, "jobs", "--state", "queued", "--json")
@@ -110,6 +114,10 @@ def test_miss_is_3_and_shows_what_differs(service: Service, model: str, batch: i
         ("wait", "../x"),
         ("cancel", "0" * 32),
         ("fetch",),
+        ("fetch", "0" * 64, "-o", "/proc/x"),
+        ("fetch", "0" * 64, "-o", "GARBAGE"),
+        ("submit", "MODEL", "--input", "x=2,4", "-o", "GARBAGE"),
+        ("submit", "x" * 5000),
         ("key", "MODEL", "--input", "z=1"),
         ("jobs", "--state", "sleeping"),
         ("nonsense",),
@@ -160,13 +168,14 @@ def test_progress_goes_to_stderr(service: Service, model: str, batch: int) -> No
     with service.blobs.writer() as writer:
         writer.write(b"shown")
         blob = writer.commit()
-    end = threading.Timer(1.0, lambda: service.store.publish(claim, blob, 0.001, {}))
+    end = threading.Timer(1.0, lambda: service.store.publish(claim, blob, 0.001, {"search": {"ended_by": "seconds"}}))
     end.start()
     result = tunery(service, "wait", job_id)
     end.join()
     assert result.exit_code == 0
     assert len(result.stdout.strip()) == 64
     assert "3/8" in result.stderr
+    assert "succeeded: 0 of 200 trials, ended by seconds" in result.stderr
 
 
 def test_nobody_there_is_5() -> None:
@@ -198,8 +207,48 @@ def test_tables(service: Service, model: str, batch: int) -> None:
     assert devices.exit_code == 0
     assert job["spec"]["device"][:20] in devices.stdout
     jobs = tunery(service, "jobs", "--limit", "1")
-    assert "QUEUED" in jobs.stdout
-    assert f"x={batch},4" in jobs.stdout
+    header, row = jobs.stdout.splitlines()
+    assert header.split("\t") == ["job", "state", "trials", "device", "inputs", "key"]
+    assert row.split("\t") == [job["id"], "QUEUED", "0", DEVICE.name, f"x={batch},4", job["key"]]
+
+
+def test_ids_stay_whole_in_a_terminal(service: Service, batch: int) -> None:
+    """In a terminal of 80 columns each job is one row with its whole id and device; only long inputs are cut."""
+    name = "x" * 100 + "\n\x1b[31m"
+    model = service.upload(relu_model())
+    job = service.submit(model, batch).json()
+    terminal = Console(file=StringIO(), force_terminal=True, width=80, highlight=False, markup=False)
+    _print_table(
+        ("job", "inputs", "device"), [(job["id"], f"{name}={batch},4", DEVICE.name)], elastic=("inputs",), to=terminal
+    )
+    assert isinstance(terminal.file, StringIO)
+    _, row = terminal.file.getvalue().splitlines()
+    assert row.startswith(f"{job['id']}  x")
+    assert row.endswith(f"…  {DEVICE.name}")
+    assert "\x1b" not in row
+
+
+def test_sentences_are_not_cut(service: Service, model: str, batch: int) -> None:
+    """A key or an address in a sentence is never broken by a line break of ours."""
+    first = tunery(service, "submit", model, "--input", f"x={batch},4", "--no-wait")
+    assert f"key {service.submit(model, batch).json()['key']}\n" in first.stderr
+    nobody = tunery("http://127.0.0.1:1", "devices")
+    assert nobody.stderr.count("\n") == 1
+
+
+def test_ctrl_c_while_waiting_is_130(service: Service, model: str, batch: int) -> None:
+    """Who stops waiting is told that the job runs on, and how to see or end it."""
+    command = [sys.executable, "-m", "service.cli", "submit", model, "--input", f"x={batch},4", "--url", service.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("queued: job ")
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    job_id = service.submit(model, batch).json()["id"]
+    assert (process.returncode, stdout) == (130, "")
+    assert f"tunery wait {job_id}" in stderr
+    assert f"tunery cancel {job_id}" in stderr
+    assert service.store.job(job_id).state is JobState.QUEUED
 
 
 def test_db_upgrade(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ def place(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def up(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def up(place: Path, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TUNERY_")}
     command = [sys.executable, "-m", "service.cli", "up", "--port", "0", "--data-dir", "data", *arguments]
     process = subprocess.Popen(
         command,
         cwd=place,
-        env={**environment, "PYTHONPATH": str(root)},
+        env={**environment, "PYTHONPATH": str(root), **(settings or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -136,6 +136,30 @@ def test_a_worker_that_refuses_to_start_ends_up(place: Path) -> None:
     assert process.returncode == 5
     assert output == ""
     assert "TVM 0.1 is not a tested version" in complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "code", "says"),
+    [
+        (("--data-dir", "/proc/nope"), {}, 2, "--data-dir"),
+        (("--data-dir", "workers/__init__.py"), {}, 2, "--data-dir"),
+        ((), {"TUNERY_MAX_UPLOAD_BYTES": "zz"}, 2, "TUNERY_MAX_UPLOAD_BYTES is 'zz'"),
+        ((), {"TUNERY_INSPECTOR": "zz"}, 2, "inspector"),
+        (("--host", "nosuch.invalid"), {}, 5, "--host 'nosuch.invalid'"),
+        (("--host", "192.0.2.1"), {}, 5, "--host '192.0.2.1'"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    place: Path, arguments: tuple[str, ...], setting: dict[str, str], code: int, says: str
+) -> None:
+    """A wrong option or variable is named before anything is started."""
+    with up(place, *arguments, settings=setting) as process:
+        output, complaint = process.communicate(timeout=60)
+    assert (process.returncode, output) == (code, "")
+    assert says in complaint
+    assert "Traceback" not in complaint
+    assert "--port 0" not in complaint
+    assert not (place / "data" / "logs" / "api.log").exists()
 
 
 def test_a_taken_port_is_said(place: Path) -> None:
