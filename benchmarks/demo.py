@@ -30,7 +30,7 @@ MODEL_FILE = "ch_ppocr_mobile_v2.0_cls_infer.onnx"
 SHAPE = [1, 3, 48, 192]
 OTHER_SHAPE = [1, 3, 48, 160]
 
-console = Console()
+console = Console(highlight=False)
 
 
 def model_path() -> Path:
@@ -176,7 +176,7 @@ def show(manifest: dict[str, object], fresh: dict[str, float]) -> None:
     console.print(table)
     console.print(
         f"largest difference from ONNX Runtime, fetched library in a fresh process: {fresh['max_abs_diff']:.2g}\n"
-        f"{search['trials_measured']} trials in {search['elapsed_s']:.0f} s of search"
+        f"{search['trials_measured']} trials in {search['elapsed_s']:.0f} s of search, ended by: {search['ended_by']}"
     )
 
 
