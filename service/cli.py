@@ -145,10 +145,8 @@ def submit(
     _make(output)
     with _exit_codes(), Tunery(url) as client:
         handle = client.submit(_model(model), inputs=_inputs(inputs), device=device, search=search or None)
-        if not as_json:
-            what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
-            _say(f"{what} {handle.id}, key {handle.key}")
-        _finish(handle, wait, timeout, output, as_json)
+        what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
+        _finish(handle, wait, timeout, output, as_json, announce=f"{what} {handle.id}, key {handle.key}")
 
 
 @app.command()
@@ -297,10 +295,21 @@ def upgrade(
         _say("the database is up to date")
 
 
-def _finish(handle: JobHandle, wait: bool, timeout_s: float | None, output: Path | None, as_json: bool) -> None:
+def _finish(
+    handle: JobHandle,
+    wait: bool,
+    timeout_s: float | None,
+    output: Path | None,
+    as_json: bool,
+    *,
+    announce: str | None = None,
+) -> None:
     """Wait if asked, fetch if asked, and print what came of it."""
     fetched: FetchedLibrary | None = None
     try:
+        # Within the block: who presses Ctrl-C as soon as there is a job is told of it too.
+        if announce is not None and not as_json:
+            _say(announce)
         if wait:
             with _progress(quiet=as_json or handle.ended) as show:
                 handle.wait(timeout_s, on_event=show)

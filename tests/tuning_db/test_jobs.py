@@ -130,13 +130,21 @@ class JobLife(RuleBasedStateMachine):
         # By its place, since ids are random and Hypothesis wants the same choice to mean the same again.
         return list(self.lives)[data.draw(st.integers(0, len(self.lives) - 1))]
 
-    def active(self, model: str) -> str | None:
-        return next((i for i, j in self.lives.items() if j.model == model and not j.state.is_final), None)
+    def active(self, model: str, trials: int) -> str | None:
+        """The oldest job under way whose budget covers as many trials."""
+        return next(
+            (
+                i
+                for i, j in self.lives.items()
+                if j.model == model and not j.state.is_final and j.trials_budget >= trials
+            ),
+            None,
+        )
 
     @rule(model=st.integers(0, 2), trials=st.sampled_from([10, 100]))
     def submit(self, model: int, trials: int) -> None:
         name = self.models[model]
-        expected = self.active(name)
+        expected = self.active(name, trials)
         if expected is None and name in self.artifacts:
             expected = next(
                 (
