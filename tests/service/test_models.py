@@ -252,7 +252,10 @@ def test_client_that_hangs_up_leaves_nothing(service: Service) -> None:
             b"POST /v1/models HTTP/1.1\r\nHost: t\r\nContent-Type: application/octet-stream\r\n"
             b"Content-Length: 5000000\r\n\r\n" + b"x" * 3_000_000
         )
-    deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 20
+        while stored(service) == before:
+            assert time.monotonic() < deadline, "the upload has begun"
+            time.sleep(0.01)
     while stored(service) != before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert stored(service) == before
