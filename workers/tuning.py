@@ -33,7 +33,7 @@ from tuning_db.errors import (
     StaleAttempt,
     StorageFull,
     TuningFailed,
-)  # fmt: skip
+)
 from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir

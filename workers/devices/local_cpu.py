@@ -6,7 +6,6 @@ identity holds the features that are really there, and the target takes away tho
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -162,11 +161,6 @@ def probe() -> tuple[DeviceIdentity, str]:
     """Identity and target of this machine's CPU."""
     identity = identity_of(read_facts())
     return identity, target_of(identity, host_mcpu())
-
-
-def parse_target(target: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(target)
-    return data
 
 
 def _usable_cores(cpu_max: Path) -> int:

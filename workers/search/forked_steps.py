@@ -40,6 +40,22 @@ def schedule_of(workload: Workload, trace: str, *, seed: int = 1) -> tvm.s_tir.S
     return schedule
 
 
+def commit_record(
+    database: ms.database.Database, workload: Workload, trace: str, run_s: Sequence[float], target: tvm.target.Target
+) -> None:
+    """Hand a stored outcome to MetaSchedule as its own tuning record."""
+    schedule = schedule_of(workload, trace)
+    database.commit_tuning_record(
+        ms.database.TuningRecord(
+            schedule.trace,
+            database.commit_workload(to_tvm_workload(workload).mod),
+            list(run_s),
+            target,
+            ms.arg_info.ArgInfo.from_entry_func(schedule.mod),
+        )
+    )
+
+
 def propose(
     target_json: str,
     workload: Workload,
@@ -70,18 +86,8 @@ def propose(
     database = ms.database.MemoryDatabase()
     known = {trace_digest(trace) for trace, _ in measured}
     if model is not None:
-        workload_in_database = database.commit_workload(tvm_workload.mod)
         for trace, run_s in sorted((m for m in measured if m[1]), key=lambda m: min(m[1]))[: space.parents]:
-            schedule = schedule_of(workload, trace)
-            database.commit_tuning_record(
-                ms.database.TuningRecord(
-                    schedule.trace,
-                    workload_in_database,
-                    list(run_s),
-                    target,
-                    ms.arg_info.ArgInfo.from_entry_func(schedule.mod),
-                )
-            )
+            commit_record(database, workload, trace, run_s, target)
     # The strategy does not know what was measured before this process, and offers it again: ask for that many more.
     wanted = count + (min(len(known), space.parents) if model is not None else 0)
     # MetaSchedule's default would be a random model too, with a seed that nobody can set.

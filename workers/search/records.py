@@ -14,7 +14,7 @@ from tuning_db.keys import RecordScope
 from tuning_db.store import TuningStore
 from tuning_db.trials import Failed, Measured, Trial, Workload
 from workers.search.candidates import Candidate, Operator
-from workers.search.forked_steps import schedule_of, to_tvm_workload
+from workers.search.forked_steps import commit_record, to_tvm_workload
 
 
 class Records:
@@ -100,14 +100,5 @@ class Records:
         workloads = {operator.workload.digest: operator.workload for operator in operators}
         for digest, trial in self.chosen(operators).items():
             assert isinstance(trial.outcome, Measured)
-            schedule = schedule_of(workloads[digest], trial.trace)
-            database.commit_tuning_record(
-                ms.database.TuningRecord(
-                    schedule.trace,
-                    database.commit_workload(to_tvm_workload(workloads[digest]).mod),
-                    list(trial.outcome.run_s),
-                    target,
-                    ms.arg_info.ArgInfo.from_entry_func(schedule.mod),
-                )
-            )
+            commit_record(database, workloads[digest], trial.trace, trial.outcome.run_s, target)
         return database
