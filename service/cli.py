@@ -40,6 +40,7 @@ from service.client import (
     WaitTimeout,
 )
 from service.supervisor import StartFailed, Supervisor, settings_complaint
+from tuning_db.jobs import TUNERS
 
 USAGE: Final = 2
 CACHE_MISS: Final = 3
@@ -124,9 +125,13 @@ def submit(
     model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
-    trials: Annotated[int | None, typer.Option(help="Measure at most so many candidates.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Measure at most so many candidates; 0: none, go by records and cost model.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Search at most so long.")] = None,
-    tuner: Annotated[str | None, typer.Option(help="ansor, or none: stored records only.")] = None,
+    tuner: Annotated[
+        str | None, typer.Option(help="; ".join(f"{name}: {what}" for name, what in TUNERS.items()) + ".")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until the job has ended.")] = True,
     timeout: TimeoutOption = None,
@@ -335,9 +340,11 @@ def _finish(
 
 def _outcome(handle: JobHandle) -> str:
     """How much of its budget a job that succeeded has used, and what ended its search, as far as the service knows."""
-    wanted = handle.job["spec"]["search"]["trials"]
+    search = handle.job["spec"]["search"]
+    wanted = search["trials"]
     if not wanted:
-        return "succeeded: built from stored records"
+        model = "" if search["tuner"] == "none" else " and the stored cost model"
+        return f"succeeded: built from stored records{model}, nothing measured"
     said = f"succeeded: {handle.job['trials_measured']} of {wanted} trials"
     with contextlib.suppress(TuneryClientError):
         manifest = handle.manifest()

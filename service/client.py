@@ -196,7 +196,11 @@ class Tunery:
         options: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> JobHandle:
-        """Ask for a tuned library. `model` is a file, which is uploaded first, or the digest of an uploaded one."""
+        """Ask for a tuned library. `model` is a file, which is uploaded first, or the digest of an uploaded one.
+
+        `search` may hold `tuner` ("auto", "autotvm", "ansor" or "none"), `trials` (0 measures nothing), `seconds` and
+        `seed`; what is left out has the service's default.
+        """
         body: dict[str, Any] = {"model": self._digest_of(model), "inputs": _spelled(inputs)}
         for name, value in (
             ("device", device),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
 from tuning_db.errors import InvalidRequest, UnsupportedOption
-from tuning_db.jobs import Job, JobState, SearchConfig
+from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
 from tuning_db.keys import BuildOptions, QuantizationConfig, to_json
 
 #: Wide enough for every legal number; what is out of range gets the domain's own sentence, and no message holds
@@ -45,7 +45,9 @@ class QuantizationIn(Inward):
 
 
 class SearchIn(Inward):
-    tuner: Annotated[str, Field(max_length=32)] = "ansor"
+    """How hard to look, and with what. With no trials nothing is measured, and seconds have no meaning."""
+
+    tuner: Annotated[str, Field(max_length=32, description=f"one of {', '.join(TUNERS)}")] = "auto"
     trials: int = 200
     seconds: float = 900.0
     seed: int = 0

@@ -13,8 +13,10 @@ from tuning_db.keys import ArtifactKey, Json, sha256_json, to_json
 
 #: Search methods of this version, and what they are.
 TUNERS: Final = {
-    "ansor": "sketches generated from the computation, evolved with an XGBoost cost model",
-    "none": "stored records only, nothing measured",
+    "auto": "sketches and templates in one search, trials where they pay",
+    "autotvm": "our schedule templates only",
+    "ansor": "sketches generated from the computation only",
+    "none": "stored records only, nothing searched",
 }
 MAX_TRIALS: Final = 100_000
 MAX_SECONDS: Final = 7 * 24 * 3600
@@ -55,9 +57,12 @@ class SearchConfig:
 
     Either limit ends the search, and the best that was found is published. Trials count measurements of this job,
     failed ones too, over all its attempts; seconds count the search alone, without import and final check.
+
+    No trials means that nothing is measured: each operator is compiled with what the stored records, or else the
+    stored cost model alone, think best. Seconds then have no meaning, and are 0.
     """
 
-    tuner: str = "ansor"
+    tuner: str = "auto"
     trials: int = 200
     seconds: float = 900.0
     seed: int = 0
@@ -67,25 +72,29 @@ class SearchConfig:
             raise UnsupportedOption(
                 f"tuner {self.tuner!r} is not one of {', '.join(map(repr, TUNERS))}", field="search.tuner"
             )
-        if self.tuner == "none":
-            # Nothing is searched, so a budget has no meaning: one spelling only, for comparing budgets.
-            object.__setattr__(self, "trials", 0)
-            object.__setattr__(self, "seconds", 0.0)
-            return
-        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or not 1 <= self.trials <= MAX_TRIALS:
-            raise InvalidRequest(
-                f"search.trials must be a whole number from 1 to {MAX_TRIALS}; "
-                '"tuner": "none" compiles with stored records only',
-                field="search.trials",
-            )
-        if not 1 <= self.seconds <= MAX_SECONDS:
-            raise InvalidRequest(f"search.seconds must be a number from 1 to {MAX_SECONDS}", field="search.seconds")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise InvalidRequest("search.seed must be a whole number from 0 to 2147483647", field="search.seed")
+        if self.tuner == "none":
+            object.__setattr__(self, "trials", 0)
+        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or not 0 <= self.trials <= MAX_TRIALS:
+            raise InvalidRequest(
+                f"search.trials must be a whole number from 0 to {MAX_TRIALS}; with 0 nothing is measured",
+                field="search.trials",
+            )
+        if self.trials == 0:
+            # Nothing is measured, so a limit of time has no meaning: one spelling only, for comparing budgets.
+            object.__setattr__(self, "seconds", 0.0)
+        elif not 1 <= self.seconds <= MAX_SECONDS:
+            raise InvalidRequest(
+                f"search.seconds must be a number from 1 to {MAX_SECONDS}; to measure nothing, give 0 trials",
+                field="search.seconds",
+            )
 
     def covers(self, wanted: SearchConfig) -> bool:
-        """Whether a job with this budget, finished or under way, answers a request for `wanted`. The seed does not
-        matter."""
+        """Whether a job with this budget, finished or under way, answers a request for `wanted`.
+
+        Only a search by the same tuner does, since what another one might find is not known; any job answers for
+        "none", which asks for no search. The seed does not matter."""
         if wanted.tuner == "none":
             return True
         return self.tuner == wanted.tuner and self.trials >= wanted.trials and self.seconds >= wanted.seconds

@@ -20,7 +20,7 @@ from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, _
 from tests.samples import DEVICE
 from tests.service.conftest import Service, relu_model
 from tests.service.test_client import answering
-from tuning_db.jobs import JobError, JobState
+from tuning_db.jobs import TUNERS, JobError, JobState
 from tuning_db.migrations import check_schema
 
 runner = CliRunner()
@@ -104,7 +104,7 @@ def test_miss_is_3_and_shows_what_differs(service: Service, model: str, batch: i
         ("submit", "MODEL", "--input", "x=1,,2"),
         ("submit", "MODEL", "--input", "x=2,4", "--input", "x=2,4"),
         ("submit", "MODEL", "--input", "x=2,4,1,1,1"),
-        ("submit", "MODEL", "--input", "x=2,4", "--trials", "0"),
+        ("submit", "MODEL", "--input", "x=2,4", "--trials", "-1"),
         ("submit", "MODEL", "--input", "x=2,4", "--trials", "many"),
         ("submit", "MODEL", "--input", "x=2,4", "--device", "toaster"),
         ("submit", "MODEL", "--input", "x=2,4", "--tuner", "magic"),
@@ -148,6 +148,33 @@ def test_a_failed_job_has_its_code(service: Service, model: str, batch: int, kin
     as_json = tunery(service, "wait", job_id, "--json")
     assert as_json.exit_code == code
     assert answer_of(as_json)["error"]["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--trials", "0"], "built from stored records and the stored cost model, nothing measured"),
+        (["--tuner", "none"], "built from stored records, nothing measured"),
+    ],
+)
+def test_a_job_that_measures_nothing(service: Service, model: str, batch: int, options: list[str], said: str) -> None:
+    """`--trials 0` and `--tuner none` are jobs, and the end says what the library was built from."""
+    asked = tunery(service, "submit", model, "--input", f"x={batch},4", *options, "--no-wait")
+    assert asked.exit_code == 0
+    job_id = asked.stdout.strip()
+    end = threading.Timer(1.0, lambda: service.finish(job_id, b"not measured"))
+    end.start()
+    result = tunery(service, "wait", job_id)
+    end.join()
+    assert result.exit_code == 0
+    assert said in result.stderr
+
+
+def test_help_names_every_tuner() -> None:
+    """`submit --help` says which tuners there are."""
+    shown = runner.invoke(app, ["submit", "--help"], env={"COLUMNS": "200"}).stdout
+    for tuner in TUNERS:
+        assert f"{tuner}:" in shown
 
 
 def test_cancel_and_impatience_are_4(service: Service, model: str, batch: int) -> None:

@@ -65,7 +65,7 @@ def test_one_request_does_it_all(service: Service, model: str, batch: int) -> No
         ({"spec": (None, "{}")}, "model"),
         ({"model": relu_model(), "spec": (None, '{"inputz": {}}')}, "inputz"),
         ({"model": relu_model(), "spec": (None, '{"model": "m"}')}, "model"),
-        ({"model": relu_model(), "spec": (None, '{"search": {"trials": 0}}')}, "search.trials"),
+        ({"model": relu_model(), "spec": (None, '{"search": {"trials": -1}}')}, "search.trials"),
         ({"model": relu_model(), "spec": (None, '{"options": {"fast_math": true}}')}, "options.fast_math"),
     ],
 )
@@ -98,7 +98,7 @@ def test_idempotency_key(service: Service, model: str, batch: int) -> None:
     job_id = first.json()["id"]
     service.http.post(f"/v1/jobs/{job_id}/cancel")
     # Defaults spelled out are the same body.
-    spelled = {**body, "search": {"tuner": "ansor"}}
+    spelled = {**body, "search": {"tuner": "auto"}}
     again = service.http.post("/v1/jobs", json=spelled, headers=headers)
     assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, job_id, "CANCELLED")
     other = service.http.post("/v1/jobs", json={**body, "search": {"trials": 3}}, headers=headers)
@@ -111,11 +111,12 @@ def test_idempotency_key(service: Service, model: str, batch: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "field"),
     [
-        ({"search": {"trials": 0}}, "invalid-request", "search.trials"),
+        ({"search": {"trials": -1}}, "invalid-request", "search.trials"),
         ({"search": {"trials": 10**9}}, "invalid-request", "search.trials"),
         ({"search": {"seconds": 0}}, "invalid-request", "search.seconds"),
         ({"search": {"seed": -1}}, "invalid-request", "search.seed"),
-        ({"search": {"tuner": "autotvm"}}, "unsupported-option", "search.tuner"),
+        ({"search": {"trials": 0, "seed": -1}}, "invalid-request", "search.seed"),
+        ({"search": {"tuner": "random"}}, "unsupported-option", "search.tuner"),
         ({"inputs": {}}, "shape-mismatch", "inputs.x.shape"),
         ({"inputs": {"x": {"shape": [2, 4, 1, 1, 1]}}}, "shape-mismatch", "inputs.x.shape"),
         ({"inputs": {"x": {"shape": [2, 5]}}}, "shape-mismatch", "inputs.x.shape"),
@@ -139,6 +140,20 @@ def test_what_cannot_be_done_is_refused(
     assert answer.status_code == 422
     assert (answer.json()["type"], answer.json()["field"]) == (f"/problems/{kind}", field)
     assert service.http.get("/v1/jobs").json()["jobs"][:1] == before
+
+
+def test_tuners(service: Service, model: str, batch: int) -> None:
+    """Every tuner makes a job of its own, "none" none besides them; without trials, seconds are 0."""
+    searches = [{"tuner": tuner, "trials": trials} for tuner in ("auto", "autotvm", "ansor") for trials in (0, 8)]
+    answers = [service.submit(model, batch, search={**search, "seconds": 60}) for search in searches]
+    assert [answer.status_code for answer in answers] == [201] * 6
+    spelled = [answer.json()["spec"]["search"] for answer in answers]
+    assert [(s["tuner"], s["trials"]) for s in spelled] == [(s["tuner"], s["trials"]) for s in searches]
+    assert [s["seconds"] for s in spelled] == [0, 60] * 3
+    assert service.submit(model, batch, search={"tuner": "none"}).status_code == 200
+    assert service.submit(model, batch, search={"trials": 0}).json()["id"] == answers[0].json()["id"]
+    default = service.submit(model, batch)
+    assert (default.status_code, default.json()["spec"]["search"]["tuner"]) == (201, "auto")
 
 
 def test_unknown_model_is_404(service: Service) -> None:

@@ -14,13 +14,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.samples import make_spec, make_trial, make_workload, sha256
 from tuning_db.errors import IllegalTransition, InvalidRequest, StaleAttempt, UnsupportedOption
-from tuning_db.jobs import MAX_SECONDS, MAX_TRIALS, TRANSITIONS, Claim, JobError, JobSpec, JobState, SearchConfig
+from tuning_db.jobs import (
+    MAX_SECONDS,
+    MAX_TRIALS,
+    TRANSITIONS,
+    TUNERS,
+    Claim,
+    JobError,
+    JobSpec,
+    JobState,
+    SearchConfig,
+)
 from tuning_db.store import TuningStore
 
 BUDGETS = st.builds(
     SearchConfig,
-    tuner=st.just("ansor"),
-    trials=st.integers(1, MAX_TRIALS),
+    tuner=st.sampled_from(sorted(TUNERS)),
+    trials=st.just(0) | st.integers(1, MAX_TRIALS),
     seconds=st.floats(1, MAX_SECONDS),
     seed=st.integers(0, 2**31 - 1),
 )
@@ -39,19 +49,36 @@ def test_transitions(one: JobState, two: JobState) -> None:
 
 @given(one=BUDGETS, two=BUDGETS)
 def test_covers(one: SearchConfig, two: SearchConfig) -> None:
-    """A finished search answers for exactly those that would not have looked harder, whatever their seed."""
-    assert one.covers(two) == (one.trials >= two.trials and one.seconds >= two.seconds)
+    """A finished search answers for exactly those of its tuner that would not have looked harder, whatever their
+    seed; and every job for one that asks for no search."""
+    no_harder = one.trials >= two.trials and one.seconds >= two.seconds
+    assert one.covers(two) == (two.tuner == "none" or (one.tuner == two.tuner and no_harder))
     assert (one.budget_digest() == two.budget_digest()) == (one.covers(two) and two.covers(one))
-    nothing = SearchConfig(tuner="none")
-    assert one.covers(nothing)
-    assert not nothing.covers(one)
-    assert nothing.covers(SearchConfig(tuner="none", trials=5))
+    assert one.covers(SearchConfig(tuner="none", trials=5))
+
+
+@pytest.mark.parametrize("tuner", ["auto", "autotvm", "ansor"])
+def test_no_trials(tuner: str) -> None:
+    """A search without trials is legal and has one spelling, whatever seconds were given; any search of the same
+    tuner answers for it, and it answers for none that measures."""
+    nothing = SearchConfig(tuner=tuner, trials=0)
+    assert (nothing.trials, nothing.seconds) == (0, 0.0)
+    assert nothing == SearchConfig(tuner=tuner, trials=0, seconds=60) == SearchConfig(tuner=tuner, trials=0, seconds=0)
+    assert SearchConfig(tuner=tuner, trials=1, seconds=1).covers(nothing)
+    assert not nothing.covers(SearchConfig(tuner=tuner, trials=1, seconds=1))
+    assert not SearchConfig(tuner="none").covers(nothing)
+    assert JobSpec.from_json(make_spec(search=nothing).to_json()).search == nothing
+
+
+def test_default_tuner() -> None:
+    """Who names no tuner gets sketches and templates in one search."""
+    assert SearchConfig().tuner == "auto"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("trials", 0), ("trials", -1), ("trials", MAX_TRIALS + 1), ("trials", True), ("trials", 1.0),
-     ("seconds", 0.5), ("seconds", MAX_SECONDS + 1), ("seconds", float("nan")), ("seconds", float("inf")),
+    [("trials", -1), ("trials", MAX_TRIALS + 1), ("trials", True), ("trials", 1.0), ("trials", None),
+     ("seconds", 0), ("seconds", 0.5), ("seconds", MAX_SECONDS + 1), ("seconds", float("nan")), ("seconds", float("inf")),
      ("seed", -1), ("seed", 2**31), ("seed", True)],
 )  # fmt: skip
 def test_budget_limits(field: str, value: Any) -> None:
@@ -61,9 +88,17 @@ def test_budget_limits(field: str, value: Any) -> None:
     assert caught.value.field == f"search.{field}"
 
 
+@pytest.mark.parametrize("tuner", sorted(TUNERS))
+def test_seed_limits_of_every_tuner(tuner: str) -> None:
+    """A wrong seed is refused also where it would not be used."""
+    with pytest.raises(InvalidRequest) as caught:
+        SearchConfig(tuner=tuner, trials=0, seed=-1)
+    assert caught.value.field == "search.seed"
+
+
 def test_unknown_tuner() -> None:
     """A tuner that does not exist is refused with those that do."""
-    with pytest.raises(UnsupportedOption, match="'ansor', 'none'") as caught:
+    with pytest.raises(UnsupportedOption, match="'auto', 'autotvm', 'ansor', 'none'") as caught:
         SearchConfig(tuner="random")
     assert caught.value.field == "search.tuner"
 
