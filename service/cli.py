@@ -68,6 +68,13 @@ InputOption = Annotated[
     list[str] | None,
     typer.Option("--input", metavar="NAME=1,3,48,192", help="An input's shape; NAME:float32[1,3,48,192] too. Repeat."),
 ]
+WinogradOption = Annotated[
+    bool,
+    typer.Option(
+        "--winograd/--no-winograd",
+        help="Convolutions may be computed by Winograd's algorithm where it measures faster; it rounds otherwise.",
+    ),
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Fetch the library into this folder.")]
@@ -133,6 +140,7 @@ def submit(
         str | None, typer.Option(help="; ".join(f"{name}: {what}" for name, what in TUNERS.items()) + ".")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
+    winograd: WinogradOption = True,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until the job has ended.")] = True,
     timeout: TimeoutOption = None,
     output: OutputOption = None,
@@ -149,7 +157,13 @@ def submit(
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
     _make(output)
     with _exit_codes(), Tunery(url) as client:
-        handle = client.submit(_model(model), inputs=_inputs(inputs), device=device, search=search or None)
+        handle = client.submit(
+            _model(model),
+            inputs=_inputs(inputs),
+            device=device,
+            search=search or None,
+            options=None if winograd else {"winograd": False},
+        )
         what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
         _finish(handle, wait, timeout, output, as_json, announce=f"{what} {handle.id}, key {handle.key}")
 
@@ -190,12 +204,13 @@ def key(
     model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
+    winograd: WinogradOption = True,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest."""
     with _exit_codes(as_json), Tunery(url) as client:
-        manifest = client.find(_model(model), inputs=_inputs(inputs), device=device)
+        manifest = client.find(_model(model), inputs=_inputs(inputs), device=device, winograd=winograd)
         if as_json:
             _print_json(manifest)
         else:

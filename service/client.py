@@ -199,7 +199,7 @@ class Tunery:
         """Ask for a tuned library. `model` is a file, which is uploaded first, or the digest of an uploaded one.
 
         `search` may hold `tuner` ("auto", "autotvm", "ansor" or "none"), `trials` (0 measures nothing), `seconds` and
-        `seed`; what is left out has the service's default.
+        `seed`, `options` the members `fast_math` and `winograd`; what is left out has the service's default.
         """
         body: dict[str, Any] = {"model": self._digest_of(model), "inputs": _spelled(inputs)}
         for name, value in (
@@ -247,6 +247,7 @@ class Tunery:
         device: str | None = None,
         quantization: str = "none",
         fast_math: bool = False,
+        winograd: bool = True,
     ) -> dict[str, Any]:
         """The manifest of the library that answers this, or CacheMissError, which says what is nearest."""
         digest = self._digest_of(model)
@@ -261,6 +262,7 @@ class Tunery:
             "input": [f"{n}:{v['dtype']}[{','.join(map(str, v['shape']))}]" for n, v in spelled.items()],
             "quantization": quantization,
             "fast_math": fast_math,
+            "winograd": winograd,
         }
         if device is not None:
             params["device"] = device

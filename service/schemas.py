@@ -58,9 +58,12 @@ class SearchIn(Inward):
 
 class OptionsIn(Inward):
     fast_math: bool = False
+    winograd: bool = Field(
+        True, description="convolutions may be computed by Winograd's algorithm where it measures faster"
+    )
 
     def to_options(self) -> BuildOptions:
-        return BuildOptions(fast_math=self.fast_math)
+        return BuildOptions(fast_math=self.fast_math, winograd=self.winograd)
 
 
 class DeviceIn(Inward):
@@ -146,6 +149,7 @@ class ArtifactQuery(BaseModel):
     input: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=256)] = []
     quantization: Annotated[str, Field(max_length=32)] = "none"
     fast_math: bool = False
+    winograd: bool = True
 
 
 class PortOut(BaseModel):

@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Self, TypeAlias
 
 from tuning_db.errors import InvalidRequest
 
-KEY_VERSION: Final = 1
+KEY_VERSION: Final = 2
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -147,6 +147,8 @@ class BuildOptions:
 
     fast_math: bool = False
     opt_level: int = 3
+    #: Convolutions may be computed by Winograd's algorithm where it measures faster; changes rounding.
+    winograd: bool = True
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -226,15 +228,29 @@ class ArtifactKey:
 
 @dataclass(frozen=True, slots=True)
 class RecordScope:
-    """What a measured schedule depends on besides its workload: models that share an operator share its tuning."""
+    """What a measured schedule depends on besides its workload: models that share an operator share its tuning.
+
+    Of the options, `winograd` does not count: it chooses between computations, and each computation is a workload of
+    its own, whose records are as good where the other one is not allowed. Here it always has its default.
+    """
 
     device: DeviceIdentity
     target: str
     toolchain: Toolchain
     options: BuildOptions
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", replace(self.options, winograd=BuildOptions().winograd))
+
+    def to_json(self) -> dict[str, Json]:
+        data, options = to_json(self), to_json(self.options)
+        assert isinstance(data, dict)
+        assert isinstance(options, dict)
+        del options["winograd"]
+        return {**data, "options": options}
+
     def digest(self) -> str:
-        return sha256_json(to_json(self))
+        return sha256_json(self.to_json())
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,7 +399,7 @@ class TuningStore:
         def write(session: Session) -> None:
             now = self._clock()
             digest = scope.digest()
-            self._insert_new(session, ScopeRow, [{"digest": digest, "data": to_json(scope), "created_at": now}])
+            self._insert_new(session, ScopeRow, [{"digest": digest, "data": scope.to_json(), "created_at": now}])
             rows = {
                 workload.digest: {
                     "scope": digest,

@@ -34,7 +34,8 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
             raise InvalidRequest(f"input {shorten(spec.name, 80)!r} is given twice", field="input")
         inputs[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape)}
     quantization = QuantizationIn(scheme=query.quantization).to_config()
-    key = key_for(model, device, inputs, quantization, BuildOptions(fast_math=query.fast_math))
+    options = BuildOptions(fast_math=query.fast_math, winograd=query.winograd)
+    key = key_for(model, device, inputs, quantization, options)
     artifact = services.store.find_artifact(key)
     try:
         return manifest_of(check_library(services.store, services.blobs, artifact))

@@ -629,6 +629,16 @@ class TestRecords:
         _, other = running(store, "two")
         assert len(list(store.trials(other.spec.key.record_scope(), [workload.digest]))) == 1
 
+    def test_choices_of_algorithm_share_records(self, store: TuningStore) -> None:
+        """A job that may not use Winograd's algorithm has another key, and the records of what it does compute."""
+        claim, job = running(store)
+        workload = make_workload()
+        store.put_workloads(job.spec.key.record_scope(), [workload])
+        store.add_trials(claim, job.spec.key.record_scope(), [make_trial(workload, 1)])
+        other = store.submit(make_spec(options=BuildOptions(winograd=False)))
+        assert other.created
+        assert len(list(store.trials(other.job.spec.key.record_scope(), [workload.digest]))) == 1
+
     @pytest.mark.parametrize("column", ["module", "structural_hash"])
     def test_edited_workload(
         self, store: TuningStore, database_url: str, column: str, caplog: pytest.LogCaptureFixture

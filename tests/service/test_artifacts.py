@@ -69,6 +69,7 @@ def test_manifest_by_key_and_by_query(service: Service, model: str, artifact: Ar
         ({"input": "x:float32[31337,4]"}, "inputs.x.shape", [31337, 4], None),
         ({"quantization": "fp16"}, "quantization.scheme", "fp16", "none"),
         ({"fast_math": "true"}, "options.fast_math", True, False),
+        ({"winograd": "false"}, "options.winograd", False, True),
     ],
 )
 def test_miss_names_the_field(
@@ -99,6 +100,7 @@ def test_miss_names_the_field(
         ({"model": "MODEL", "input": "x:float32[2,5]"}, "inputs.x.shape"),
         ({"model": "MODEL", "input": "x:float32[2,4]", "quantization": "fp7"}, "quantization.scheme"),
         ({"model": "MODEL", "input": "x:float32[2,4]", "fast_math": "perhaps"}, "fast_math"),
+        ({"model": "MODEL", "input": "x:float32[2,4]", "winograd": "perhaps"}, "winograd"),
     ],
 )
 def test_malformed_queries_name_the_field(service: Service, model: str, query: dict[str, Any], field: str) -> None:

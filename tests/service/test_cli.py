@@ -95,6 +95,22 @@ def test_miss_is_3_and_shows_what_differs(service: Service, model: str, batch: i
     assert tunery(service, "fetch", "0" * 64, "-o", str(tmp_path)).exit_code == CACHE_MISS
 
 
+def test_without_winograd(service: Service, model: str, batch: int) -> None:
+    """`--no-winograd` asks for another library than its opposite, in `submit` and in `key`, and a miss names it."""
+    asked = ("submit", model, "--input", f"x={batch},4", "--no-wait", "--json")
+    allowed, forbidden = answer_of(tunery(service, *asked)), answer_of(tunery(service, *asked, "--no-winograd"))
+    assert [job["spec"]["options"]["winograd"] for job in (allowed, forbidden)] == [True, False]
+    assert answer_of(tunery(service, *asked, "--winograd"))["id"] == allowed["id"]
+    service.finish(allowed["id"], b"by Winograd")
+    miss = tunery(service, "key", model, "--input", f"x={batch},4", "--no-winograd")
+    assert miss.exit_code == CACHE_MISS
+    assert "options.winograd" in miss.stderr
+    service.finish(forbidden["id"], b"not by Winograd")
+    for option, job in (("--winograd", allowed), ("--no-winograd", forbidden)):
+        found = tunery(service, "key", model, "--input", f"x={batch},4", option)
+        assert found.stdout.strip() == job["key"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

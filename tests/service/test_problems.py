@@ -92,6 +92,7 @@ def test_unsafe_request_ids_are_replaced(service: Service, asked: str | bytes) -
         ({"model": "m", "device": {"vndor": "x"}}, "device.vndor"),
         ({"model": "m", "device": 3}, "device"),
         ({"model": "m", "options": {"fast_math": "yes"}}, "options.fast_math"),
+        ({"model": "m", "options": {"winograd": 0}}, "options.winograd"),
         ([1], "body"),
     ],
 )
@@ -137,14 +138,14 @@ def test_other_media_types_are_415(service: Service, model: str, kind: str) -> N
     assert "application/json" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("trials", [-1, 0, 100_001, 10**30, 10**4000])
+@pytest.mark.parametrize("trials", [-1, -(10**30), 100_001, 10**30, 10**4000])
 def test_a_number_out_of_range_gets_the_range(service: Service, model: str, trials: int) -> None:
     """However large a budget is, the answer names the limits and does not repeat it."""
     digits = str(trials) if trials < 10**40 else "1" + "0" * 4000
     body = f'{{"model": "{model}", "inputs": {{"x": {{"shape": [2, 4]}}}}, "search": {{"trials": {digits}}}}}'
     answer = service.http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["field"]) == (422, "search.trials")
-    assert "from 1 to 100000" in answer.json()["detail"]
+    assert "from 0 to 100000" in answer.json()["detail"]
     assert len(answer.content) < 1500
 
 

@@ -78,8 +78,8 @@ def test_default_tuner() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("trials", -1), ("trials", MAX_TRIALS + 1), ("trials", True), ("trials", 1.0), ("trials", None),
-     ("seconds", 0), ("seconds", 0.5), ("seconds", MAX_SECONDS + 1), ("seconds", float("nan")), ("seconds", float("inf")),
-     ("seed", -1), ("seed", 2**31), ("seed", True)],
+     ("seconds", 0), ("seconds", 0.5), ("seconds", MAX_SECONDS + 1), ("seconds", float("nan")),
+     ("seconds", float("inf")), ("seed", -1), ("seed", 2**31), ("seed", True)],
 )  # fmt: skip
 def test_budget_limits(field: str, value: Any) -> None:
     """A budget outside its limits is refused with the field's name."""

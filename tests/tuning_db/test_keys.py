@@ -104,7 +104,7 @@ def test_the_walk_sees_every_field() -> None:
         "target",
         "toolchain.tvm", "toolchain.tvm_ffi", "toolchain.llvm", "toolchain.pipeline", "toolchain.cuda",
         "quantization.scheme", "quantization.calibration", "quantization.method", "quantization.exclude",
-        "options.fast_math", "options.opt_level",
+        "options.fast_math", "options.opt_level", "options.winograd",
     }  # fmt: skip
 
 
@@ -174,19 +174,20 @@ def test_golden_digest() -> None:
     """These digests are what they have always been: a change loses every stored library (see KEY_VERSION)."""
     key = make_key(
         quantization=QuantizationConfig(scheme="int8", calibration="ab" * 32, method="minmax", exclude=("/head/Conv",)),
-        options=BuildOptions(fast_math=True, opt_level=2),
+        options=BuildOptions(fast_math=True, opt_level=2, winograd=False),
         toolchain=replace(TOOLCHAIN, cuda="12.8"),
         inputs=(TensorSpec("x", "float32", (1, 3, 48, 192)), TensorSpec("größe", "int64", ())),
     )
-    assert make_key().digest() == "3c978c73fef887f6c5ce71cad1a9f390ce4b2f1d5e877f918907cd0ba790e08e"
-    assert key.digest() == "1d1ee93e1f47f7cdf54b5864c5e6800b4f96c19d1da9a4d61d018b9f6cfc2b7c"
+    assert make_key().digest() == "aaa6425744f1bce68649ca3cbc0499ea01abb03d6cf3ba653830fdb26b9cf7eb"
+    assert key.digest() == "b0ad58b46134889e056111d635c33af489408e287c05dc563ee68f65e716e60d"
     assert DEVICE.name == "genuineintel-xeon-platinum-8488c-2c-3ef6963d"
 
 
 def test_another_version_is_not_read() -> None:
     """A key of another version is refused, not guessed at (pytorch#150494)."""
-    with pytest.raises(ValueError, match="key version 2 is not 1"):
-        ArtifactKey.from_json({**make_key().to_json(), "key_version": 2})
+    for version in (1, 3, None):
+        with pytest.raises(ValueError, match=f"key version {version} is not 2"):
+            ArtifactKey.from_json({**make_key().to_json(), "key_version": version})
 
 
 JSON = st.recursive(
@@ -273,13 +274,23 @@ def test_device_names(one: DeviceIdentity, two: DeviceIdentity) -> None:
 
 @given(key=KEYS, other=KEYS)
 def test_record_scope(key: ArtifactKey, other: ArtifactKey) -> None:
-    """Records are shared across models, inputs and quantization, and across nothing else."""
-    same = replace(key, model=other.model, inputs=other.inputs, quantization=other.quantization)
+    """Records are shared across models, inputs, quantization and the choice of algorithms, and across nothing else."""
+    options = replace(key.options, winograd=not key.options.winograd)
+    same = replace(key, model=other.model, inputs=other.inputs, quantization=other.quantization, options=options)
+    assert same.digest() != key.digest()
     assert same.record_scope().digest() == key.record_scope().digest()
-    for field in ("device", "target", "toolchain", "options"):
-        changed = replace(key, **{field: getattr(other, field)})
-        equal = getattr(changed, field) == getattr(key, field)
-        assert (changed.record_scope().digest() == key.record_scope().digest()) == equal
+    assert same.record_scope() == key.record_scope()
+    for path in LEAVES:
+        if path[0] in ("device", "target", "toolchain", "options") and path != ("options", "winograd"):
+            changed = changed_at(key, path, value_at(other, path))
+            equal = value_at(other, path) == value_at(key, path)
+            assert (changed.record_scope().digest() == key.record_scope().digest()) == equal
+            assert (changed.record_scope() == key.record_scope()) == equal
+
+
+def test_golden_scope() -> None:
+    """This digest is what it has always been: a change loses every record."""
+    assert make_key().record_scope().digest() == "cd59ae03774377a7c60177d8a93359c3a1d5cd1cddecf57722393336593025c6"
 
 
 def test_nearest() -> None:
