@@ -1,0 +1,203 @@
+"""Elementary functions as arithmetic: exp, log, erf, tanh and sigmoid of float32 without a call into the C library.
+
+LLVM turns each of them into one library call for every element, which also keeps the loop around it from being
+vectorised. Here each becomes additions, multiplications, one division at most, and integer shifts: no branch, no table,
+so that a vectorised loop stays one. IEEE semantics are kept: NaN gives NaN, ±0, ±inf, overflow and gradual underflow
+are right, fast-math is not assumed.
+
+Method: Cody and Waite, "Software Manual for the Elementary Functions" (1980), in the branch-free form of Moshier's
+Cephes library, Eigen and MLAS: range reduction by a magic number and a split ln 2, a polynomial or rational
+approximation, 2^n built from its exponent bits in two factors (XNNPACK), so that denormal results round once. The
+coefficients are fits of our own: least squares in Chebyshev points, weights by Lawson's iteration, rounded to float32.
+
+Largest errors (`tests/workers/test_elementary.py` sweeps them): exp 1 ulp; log 2 ulp; erf 5 ulp and tanh 6 ulp, which
+is 3.4e-7 where they approach 1; sigmoid 3 ulp down to -87, below which it stays at 1.7e-38.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+#: 1.5 · 2^23: added to a number below 2^22 it rounds it to an integer, which then stands in the lowest bits.
+_ROUNDER: Final = 12582912.0
+_ROUNDER_BITS: Final = 0x4B400000
+#: ln 2 in two parts. The first has nine significant bits: its products with an exponent are exact.
+_LN2_HIGH: Final = 0.693359375
+_LN2_LOW: Final = -2.12194440e-4
+#: (e^r - 1 - r) / r² for |r| <= ln 2 / 2, ascending powers of r.
+_EXP: Final = (0.49999994, 0.16666521, 0.041668385, 0.008368738, 0.001381477)
+#: (2 artanh(s) - 2s) / s³ for |s| <= 3 - 2√2, ascending powers of s².
+_LOG: Final = (0.6666677594184875, 0.399774968624115, 0.298730731010437)
+#: erf(x) / x for |x| <= 3.925, where erf reaches 1 in float32: numerator and denominator, ascending powers of x².
+_ERF_LIMIT: Final = 3.925
+_ERF_P: Final = (1.1283791065, 0.19059525430, 0.052769459784, 0.0037726024166, 0.00028484279756, 2.0459926873e-6)
+_ERF_Q: Final = (1.0, 0.50224339962, 0.11418330669, 0.014983306639, 0.0011638667202, 3.8047372072e-5)
+#: tanh(x) / x for |x| <= 9.01, where tanh reaches 1 in float32.
+_TANH_LIMIT: Final = 9.01
+_TANH_P: Final = (1.0, 0.13380372524, 0.0034948126413, 2.0596296963e-5, 1.3336872939e-8)
+_TANH_Q: Final = (1.0, 0.46713688970, 0.025874033570, 0.00032843658118, 7.7692948253e-7)
+
+
+def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`function` with its float32 calls of these functions replaced; the function itself if it has none.
+
+    Meant for scheduled functions, right before they are compiled: an inlined block would otherwise carry its copies of
+    the arithmetic into every schedule, and schedules, traces and keys would depend on coefficients.
+    """
+
+    def replace(call: tvm.ir.Call) -> Any:
+        make = _MAKERS.get(getattr(call.op, "name", ""))
+        if make is None or str(call.ty.dtype) != "float32":
+            return call
+        return _let("x", call.args[0], make)
+
+    return tvm_ffi.structural_map(function, (tvm.ir.Call, replace), order="post")
+
+
+def lower_module(module: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """`lower` for every PrimFunc of a module; other functions stay as they are."""
+    functions = {
+        variable: lower(function) if isinstance(function, tirx.PrimFunc) else function
+        for variable, function in module.functions.items()
+    }
+    return tvm.IRModule(functions, attrs=module.attrs, global_infos=module.global_infos)
+
+
+def exp(x: Any) -> Any:
+    """e^x. `x` is used several times: bind it first where it is more than a variable."""
+    # Beyond these the result is inf and 0 anyway, and the integer arithmetic below stays in range.
+    return _let("c", _clamp(x, -104.0, 89.0), lambda c: _exp_reduced(c, two_factors=True))
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    negated = _let("c", _clamp(-x, -87.0, 87.0), lambda c: _exp_reduced(c, two_factors=False))
+    return _f32(1.0) / (negated + _f32(1.0))
+
+
+def erf(x: Any) -> Any:
+    """The error function."""
+    return _odd_rational(x, _ERF_LIMIT, _ERF_P, _ERF_Q)
+
+
+def tanh(x: Any) -> Any:
+    """The hyperbolic tangent."""
+    return _odd_rational(x, _TANH_LIMIT, _TANH_P, _TANH_Q)
+
+
+def log(x: Any) -> Any:
+    """The natural logarithm: NaN below 0, -inf at 0."""
+    tiny = x < _f32(2.0**-126)  # denormal: moved into the normal range first
+    scaled = tirx.Select(tiny, x * _f32(2.0**23), x)
+    # The number as 2^e · m with m in [√½, √2): the distance of its bits from √½'s, in whole powers of two.
+    half_root = 0x3F3504F3
+
+    def finish(bits: Any) -> Any:
+        def of_exponent(exponent: Any) -> Any:
+            mantissa = tirx.reinterpret("float32", bits - (exponent << _i32(23)))
+            return _let("m", mantissa, lambda m: of_parts(m, exponent))
+
+        return _let("e", (bits - _i32(half_root)) >> _i32(23), of_exponent, "int32")
+
+    def of_parts(m: Any, exponent: Any) -> Any:
+        power = tirx.Cast("float32", exponent) - tirx.Select(tiny, _f32(23.0), _f32(0.0))
+        return _let("n", power, lambda n: _let("s", (m - _f32(1.0)) / (m + _f32(1.0)), lambda s: series(s, n)))
+
+    def series(s: Any, n: Any) -> Any:
+        tail = _let("t", s * s, lambda t: s * t * _polynomial(t, _LOG))
+        return n * _f32(_LN2_HIGH) + (s + s + (tail + n * _f32(_LN2_LOW)))
+
+    finite = _let("b", tirx.reinterpret("int32", scaled), finish, "int32")
+    infinity = _f32(math.inf)
+    return tirx.Select(
+        x > _f32(0.0),
+        tirx.Select(x < infinity, finite, infinity),
+        tirx.Select(x == _f32(0.0), -infinity, _f32(math.nan)),
+    )
+
+
+def _exp_reduced(x: Any, *, two_factors: bool) -> Any:
+    """e^x for x in [-104, 89] or NaN; with one factor, which is cheaper, in [-87, 88]."""
+
+    def with_rounded(rounded: Any) -> Any:
+        return _let("n", rounded - _f32(_ROUNDER), lambda n: with_remainder(rounded, n))
+
+    def with_remainder(rounded: Any, n: Any) -> Any:
+        remainder = x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW)
+        return _let("r", remainder, lambda r: scale(rounded, _polynomial(r, _EXP) * (r * r) + r + _f32(1.0)))
+
+    def scale(rounded: Any, power: Any) -> Any:
+        # Taken from the bits, not converted: a NaN has no integer, and its conversion would be undefined.
+        exponent = tirx.reinterpret("int32", rounded) - _i32(_ROUNDER_BITS)
+        if not two_factors:
+            return power * _power_of_two(exponent)
+        return _let(
+            "e", exponent, lambda e: _let("h", e >> _i32(1), lambda h: _halves(power, h, e - h), "int32"), "int32"
+        )
+
+    return _let("k", x * _f32(1.0 / math.log(2.0)) + _f32(_ROUNDER), with_rounded)
+
+
+def _halves(power: Any, first: Any, second: Any) -> Any:
+    return power * _power_of_two(first) * _power_of_two(second)
+
+
+def _power_of_two(exponent: Any) -> Any:
+    """2^exponent for -126 <= exponent <= 127, something for others."""
+    return tirx.reinterpret("float32", (exponent + _i32(127)) << _i32(23))
+
+
+def _odd_rational(x: Any, limit: float, numerator: Sequence[float], denominator: Sequence[float]) -> Any:
+    """x · P(x²) / Q(x²), x held within ±limit."""
+
+    def of_clamped(c: Any) -> Any:
+        return _let("t", c * c, lambda t: c * _polynomial(t, numerator) / _polynomial(t, denominator))
+
+    return _let("c", _clamp(x, -limit, limit), of_clamped)
+
+
+def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
+    """Horner's scheme, coefficients by ascending powers."""
+    total = _f32(coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + _f32(coefficient)
+    return total
+
+
+def _clamp(x: Any, low: float, high: float) -> Any:
+    """`x` within [low, high]; NaN stays NaN, which max and min would not keep."""
+    return _let(
+        "x",
+        x,
+        lambda v: _let(
+            "l", tirx.Select(v < _f32(low), _f32(low), v), lambda w: tirx.Select(w > _f32(high), _f32(high), w)
+        ),
+    )
+
+
+def _let(name: str, value: Any, body: Callable[[Any], Any], dtype: str = "float32") -> Any:
+    variable = tirx.Var(name, dtype)
+    return tirx.Let(variable, value, body(variable))
+
+
+def _f32(value: float) -> Any:
+    return tirx.const(value, "float32")
+
+
+def _i32(value: int) -> Any:
+    return tirx.const(value, "int32")
+
+
+_MAKERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "tirx.exp": exp,
+    "tirx.log": log,
+    "tirx.erf": erf,
+    "tirx.tanh": tanh,
+    "tirx.sigmoid": sigmoid,
+}
