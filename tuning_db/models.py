@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, Integer, String, Text, text
+from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, Integer, LargeBinary, String, Text, text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
@@ -139,31 +139,59 @@ class WorkloadRow(Base):
     __table_args__ = (
         Index("uq_workloads_scope_digest", "scope", "digest", unique=True),
         Index("ix_workloads_scope_structural_hash", "scope", "structural_hash"),
+        Index("ix_workloads_scope_template", "scope", "template"),
     )
 
     number: Mapped[int] = mapped_column(Serial, primary_key=True)
     scope: Mapped[str] = mapped_column(ForeignKey("record_scopes.digest"))
     digest: Mapped[str] = mapped_column(Digest)
     structural_hash: Mapped[str] = mapped_column(String(255))
-    module: Mapped[str] = mapped_column(Text)
+    template: Mapped[str | None] = mapped_column(String(255))
+    geometry: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     created_at: Mapped[dt.datetime]
+    module: Mapped[str] = mapped_column(Text)  # last: SQLite reads all that stands before a column
 
 
 class TrialRow(Base):
     """One outcome: `run_s` of a measured candidate, or `kind` and `message` of a failed one."""
 
     __tablename__ = "trials"
+    __table_args__ = (
+        # Finds what a template's configurations gave among all the trials that sketches gave.
+        Index(
+            "ix_trials_experience",
+            "workload",
+            sqlite_where=text("config IS NOT NULL"),
+            postgresql_where=text("config IS NOT NULL"),
+        ),
+    )
 
     workload: Mapped[int] = mapped_column(
         BigInteger, ForeignKey("workloads.number"), primary_key=True, autoincrement=False
     )
     trace_digest: Mapped[str] = mapped_column(Digest, primary_key=True)
-    trace: Mapped[str] = mapped_column(Text)
     run_s: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     kind: Mapped[str | None] = mapped_column(String(32))
-    message: Mapped[str | None] = mapped_column(Text)
+    config: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     created_at: Mapped[dt.datetime]
+    message: Mapped[str | None] = mapped_column(Text)
+    trace: Mapped[str] = mapped_column(Text)  # last, as a workload's module
+
+
+class CostModelRow(Base):
+    """The newest cost model of a scope by that name."""
+
+    __tablename__ = "cost_models"
+
+    scope: Mapped[str] = mapped_column(ForeignKey("record_scopes.digest"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    format_version: Mapped[int]
+    trained_on: Mapped[int]
+    note: Mapped[str] = mapped_column(Text)
+    updated_at: Mapped[dt.datetime]
+    booster_sha256: Mapped[str] = mapped_column(Digest)
+    booster: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class ArtifactRow(Base):

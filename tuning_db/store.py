@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import logging
 import math
 import uuid
@@ -11,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, delete, exists, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
@@ -20,6 +21,7 @@ from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
 from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
 from tuning_db.errors import (
     CacheMiss,
+    Conflict,
     DatabaseUnavailable,
     IdempotencyConflict,
     InvalidRequest,
@@ -36,6 +38,7 @@ from tuning_db.migrations import check_connection, check_schema
 from tuning_db.models import (
     ArtifactRow,
     Base,
+    CostModelRow,
     DeviceRow,
     EventRow,
     IdempotencyRow,
@@ -45,7 +48,7 @@ from tuning_db.models import (
     TrialRow,
     WorkloadRow,
 )
-from tuning_db.trials import Failed, FailureKind, Measured, Trial, Workload, trace_digest
+from tuning_db.trials import Experience, Failed, FailureKind, Measured, StoredCostModel, Trial, Workload, trace_digest
 
 Clock = Callable[[], dt.datetime]
 T = TypeVar("T")
@@ -394,25 +397,38 @@ class TuningStore:
         self._write(write)
 
     def put_workloads(self, scope: RecordScope, workloads: Sequence[Workload]) -> None:
-        """Idempotent. Rows are written in the order of their digests, so that two jobs cannot deadlock."""
+        """Idempotent. Rows are written in the order of their digests, so that two jobs cannot deadlock.
+
+        One that is stored without a template gets the one given. Conflict for another template or geometry than the
+        stored ones: what is known of its configurations would be read as something else."""
 
         def write(session: Session) -> None:
             now = self._clock()
-            digest = scope.digest()
-            self._insert_new(session, ScopeRow, [{"digest": digest, "data": scope.to_json(), "created_at": now}])
+            digest = self._put_scope(session, scope, now)
             rows = {
                 workload.digest: {
                     "scope": digest,
                     "digest": workload.digest,
                     "structural_hash": workload.structural_hash,
-                    "module": workload.module,
+                    "template": workload.template,
+                    "geometry": to_json(workload.geometry),
                     "created_at": now,
+                    "module": workload.module,
                 }
-                for workload in workloads
+                for workload in sorted(workloads, key=lambda workload: workload.template is not None)
             }
             self._insert_new(session, WorkloadRow, [rows[name] for name in sorted(rows)])
+            for workload in sorted(workloads, key=lambda workload: workload.digest):
+                if workload.template is not None:
+                    _put_template(session, digest, workload)
 
         self._write(write)
+
+    def _put_scope(self, session: Session, scope: RecordScope, now: dt.datetime) -> str:
+        """The scope's digest, once there is a row of it to refer to."""
+        digest = scope.digest()
+        self._insert_new(session, ScopeRow, [{"digest": digest, "data": scope.to_json(), "created_at": now}])
+        return digest
 
     def workloads(self, scope: RecordScope, structural_hashes: Sequence[str]) -> list[Workload]:
         """The stored workloads of this scope with one of these hashes: candidates for being structurally equal.
@@ -433,23 +449,28 @@ class TuningStore:
         """Store outcomes; a (workload, trace) already there stays as it is. StaleAttempt as above.
 
         Every trial given is counted in the job's `trials_measured`, in the same transaction. NotFound for a workload
-        that was not put into the scope before.
+        that was not put into the scope before. ValueError for a configuration of a workload without a template:
+        nobody could ever tell what it means.
         """
 
         def write(session: Session) -> None:
             now = self._clock()
             self._touch(session, claim, trials_measured=JobRow.trials_measured + len(trials), updated_at=now)
-            numbers = _workload_numbers(session, scope, {trial.workload for trial in trials})
+            known = _known_workloads(session, scope, {trial.workload for trial in trials})
             rows: dict[tuple[str, str], dict[str, Any]] = {}
             for trial in trials:
-                if trial.workload not in numbers:
+                if trial.workload not in known:
                     raise NotFound(f"workload {trial.workload} is not in this scope; call put_workloads first")
+                number, template = known[trial.workload]
+                if trial.config is not None and template is None:
+                    raise ValueError(f"workload {trial.workload} has no template; call put_workloads with it first")
                 row = {
-                    "workload": numbers[trial.workload],
+                    "workload": number,
                     "trace_digest": trial.trace_digest,
-                    "trace": trial.trace,
+                    "config": to_json(trial.config),
                     "job_id": claim.job_id,
                     "created_at": now,
+                    "trace": trial.trace,
                 }
                 match trial.outcome:
                     case Measured(run_s):
@@ -480,17 +501,18 @@ class TuningStore:
                 select(
                     TrialRow.workload,
                     TrialRow.trace_digest,
-                    TrialRow.trace,
                     TrialRow.run_s,
                     TrialRow.kind,
+                    TrialRow.config,
                     TrialRow.message,
+                    TrialRow.trace,
                 )
                 .where(TrialRow.workload.in_(names))
                 .order_by(TrialRow.workload, TrialRow.trace_digest),
                 execution_options={"yield_per": _STREAM_ROWS},
             )
             with closing(found):
-                for number, digest, trace, run_s, kind, message in found:
+                for number, digest, run_s, kind, config, message, trace in found:
                     if trace_digest(trace) != digest:
                         _log.error("trace %s was edited in the database; it is not used", digest)
                         continue
@@ -499,7 +521,57 @@ class TuningStore:
                     except ValueError:
                         _log.warning("trace %s failed with %r, which this version does not know", digest, kind)
                         continue
-                    yield Trial(names[number], trace, outcome)
+                    yield Trial(names[number], trace, outcome, config)
+
+    def experience(self, scope: RecordScope, template: str, limit: int) -> list[Experience]:
+        """What became of the template's configurations, of all its workloads within exactly this scope: the newest
+        `limit` of them, newest first, failures too."""
+
+        def read(session: Session) -> list[Experience]:
+            found = session.execute(experience_query(scope, template, limit))
+            return [
+                Experience(digest, geometry, config, None if run_s is None else Measured(tuple(run_s)).median_s)
+                for digest, geometry, config, run_s in found
+            ]
+
+        return self._read(read)
+
+    def experience_count(self, scope: RecordScope, template: str) -> int:
+        """How many there are, without a limit."""
+        count = select(func.count()).select_from(TrialRow).join(WorkloadRow, WorkloadRow.number == TrialRow.workload)
+        return self._read(lambda session: session.scalar(count.where(*_of_template(scope, template))) or 0)
+
+    def put_cost_model(self, scope: RecordScope, name: str, model: StoredCostModel) -> None:
+        """Keep `model` for exactly this scope, in place of the one of that name. Of two puts the later one stays."""
+
+        def write(session: Session) -> None:
+            now = self._clock()
+            values = {
+                "format_version": model.format_version,
+                "trained_on": model.trained_on,
+                "note": _plain(model.note),
+                "updated_at": now,
+                "booster_sha256": hashlib.sha256(model.booster_json).hexdigest(),
+                "booster": model.booster_json,
+            }
+            row = self._insert(CostModelRow).values(scope=self._put_scope(session, scope, now), name=name, **values)
+            session.execute(row.on_conflict_do_update(index_elements=["scope", "name"], set_=values))
+
+        self._write(write)
+
+    def cost_model(self, scope: RecordScope, name: str) -> StoredCostModel | None:
+        """The scope's cost model of that name. None if there is none, or if its bytes are no longer what was put."""
+
+        def read(session: Session) -> StoredCostModel | None:
+            row = session.get(CostModelRow, (scope.digest(), name))
+            if row is None:
+                return None
+            if hashlib.sha256(row.booster).hexdigest() != row.booster_sha256:
+                _log.error("cost model %r of scope %s is damaged; it is not used", name, row.scope)
+                return None
+            return StoredCostModel(row.format_version, row.trained_on, row.booster, row.note)
+
+        return self._read(read)
 
     def publish(
         self, claim: Claim, artifact_blob: tuple[str, int], latency_s: float, manifest: Mapping[str, Json]
@@ -767,17 +839,50 @@ def _job_row(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
     return row
 
 
-def _workload_numbers(session: Session, scope: RecordScope, digests: set[str]) -> dict[str, int]:
+def _known_workloads(session: Session, scope: RecordScope, digests: set[str]) -> dict[str, tuple[int, str | None]]:
+    """digest → number and template of the workloads that are stored."""
     rows = session.execute(
-        select(WorkloadRow.digest, WorkloadRow.number).where(
+        select(WorkloadRow.digest, WorkloadRow.number, WorkloadRow.template).where(
             WorkloadRow.scope == scope.digest(), WorkloadRow.digest.in_(digests)
         )
     )
-    return {row.digest: row.number for row in rows}
+    return {row.digest: (row.number, row.template) for row in rows}
+
+
+def _put_template(session: Session, scope: str, workload: Workload) -> None:
+    """Say of a stored workload what it is made for, if nobody has said so yet."""
+    where = (WorkloadRow.scope == scope, WorkloadRow.digest == workload.digest)
+    stored = session.execute(select(WorkloadRow.template, WorkloadRow.geometry).where(*where)).one()
+    if stored.template is None:
+        unsaid = update(WorkloadRow).where(*where, WorkloadRow.template.is_(None))
+        session.execute(unsaid.values(template=workload.template, geometry=to_json(workload.geometry)))
+        stored = session.execute(select(WorkloadRow.template, WorkloadRow.geometry).where(*where)).one()
+    if (stored.template, stored.geometry) != (workload.template, workload.geometry):
+        raise Conflict(
+            f"workload {workload.digest} is stored for template {stored.template!r} with {stored.geometry}, not for "
+            f"{workload.template!r} with {workload.geometry}; a template that changes its meaning needs a new version "
+            "of the graph pipeline, or a new name"
+        )
+
+
+def _of_template(scope: RecordScope, template: str) -> list[ColumnElement[bool]]:
+    return [WorkloadRow.scope == scope.digest(), WorkloadRow.template == template, TrialRow.config.is_not(None)]
+
+
+def experience_query(scope: RecordScope, template: str, limit: int) -> Select[tuple[str, Any, Any, Any]]:
+    """Workload's digest, geometry, configuration and samples, the newest first. Both steps go through an index:
+    workloads by scope and template, then those of their trials that have a configuration."""
+    return (
+        select(WorkloadRow.digest, WorkloadRow.geometry, TrialRow.config, TrialRow.run_s)
+        .join(TrialRow, TrialRow.workload == WorkloadRow.number)
+        .where(*_of_template(scope, template))
+        .order_by(TrialRow.created_at.desc(), TrialRow.workload, TrialRow.trace_digest)
+        .limit(limit)
+    )
 
 
 def _unedited_workload(row: WorkloadRow) -> Workload | None:
-    workload = Workload(row.structural_hash, row.module)
+    workload = Workload(row.structural_hash, row.module, row.template, row.geometry)
     if workload.digest != row.digest:
         _log.error("workload %s was edited in the database; its records are not used", row.digest)
         return None

@@ -34,6 +34,7 @@ from tuning_db.catalog import ModelInfo, PortSpec
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import (
     CacheMiss,
+    Conflict,
     DatabaseUnavailable,
     IdempotencyConflict,
     IllegalTransition,
@@ -46,8 +47,8 @@ from tuning_db.errors import (
 )
 from tuning_db.jobs import Claim, Job, JobError, JobState, SearchConfig
 from tuning_db.keys import BuildOptions, Json, TensorSpec
-from tuning_db.store import TuningStore
-from tuning_db.trials import Failed, FailureKind, Measured, Trial
+from tuning_db.store import TuningStore, experience_query
+from tuning_db.trials import Experience, Failed, FailureKind, Measured, StoredCostModel, Trial, Workload
 
 T = TypeVar("T")
 BEGINNING = dt.datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=dt.UTC)
@@ -770,6 +771,225 @@ class TestRecords:
 
 def _sorted(trials: Any) -> list[Trial]:
     return sorted(trials, key=lambda t: (t.workload, t.trace))
+
+
+def made_for(template: str, name: str = "conv", **geometry: int) -> Workload:
+    """A workload that is made for a schedule template."""
+    return replace(make_workload(name), template=template, geometry=geometry)
+
+
+def configured(workload: Workload, number: int, outcome: Measured | Failed = FAST) -> Trial:
+    """A trial that a template's configuration gave."""
+    return replace(make_trial(workload, number, outcome), config={"tile_x": number, "unroll": 0})
+
+
+class TestTemplates:
+    def test_round_trip(self, store: TuningStore) -> None:
+        """A workload comes back with its template and sizes, a trial with its configuration, others without."""
+        claim, job = running(store)
+        scope = job.spec.key.record_scope()
+        conv, other = made_for("conv2d", n=1, c=3, h=224), make_workload("other")
+        store.put_workloads(scope, [conv, other])
+        assert store.workloads(scope, [conv.structural_hash, other.structural_hash]) == [
+            replace(conv, geometry={"c": 3, "h": 224, "n": 1}),
+            other,
+        ]
+        trials = [configured(conv, 1), configured(conv, 2, Failed(FailureKind.RUN_ERROR, "x")), make_trial(conv, 3)]
+        store.add_trials(claim, scope, [*trials, make_trial(other, 1)])
+        assert _sorted(store.trials(scope, [conv.digest])) == trials
+        assert [t.config for t in store.trials(scope, [other.digest])] == [None]
+
+    def test_told_later(self, store: TuningStore) -> None:
+        """A workload stored without a template gets the one that is given later, and never loses it again."""
+        scope, conv = make_key().record_scope(), made_for("conv2d", n=1)
+        store.put_workloads(scope, [make_workload("conv")])
+        store.put_workloads(scope, [conv])
+        store.put_workloads(scope, [make_workload("conv")])
+        assert store.workloads(scope, [conv.structural_hash]) == [conv]
+
+    @pytest.mark.parametrize("backwards", [False, True])
+    def test_told_once_in_a_batch(self, store: TuningStore, backwards: bool) -> None:
+        """Of two spellings of one workload in a batch, the one that names a template is kept, in either order."""
+        scope, conv = make_key().record_scope(), made_for("conv2d", n=1)
+        batch = [conv, make_workload("conv")]
+        store.put_workloads(scope, batch[::-1] if backwards else batch)
+        assert store.workloads(scope, [conv.structural_hash]) == [conv]
+
+    @pytest.mark.parametrize("other", [made_for("dense", n=1), made_for("conv2d", n=2), made_for("conv2d", m=1)])
+    def test_contradiction(self, store: TuningStore, other: Workload) -> None:
+        """Another template or geometry for a stored workload is refused, and nothing of that batch is stored."""
+        scope, conv = make_key().record_scope(), made_for("conv2d", n=1)
+        store.put_workloads(scope, [conv])
+        with pytest.raises(Conflict, match="new version of the graph pipeline"):
+            store.put_workloads(scope, [other, make_workload("another")])
+        assert store.workloads(scope, [conv.structural_hash]) == [conv]
+        assert store.workloads(scope, [make_workload("another").structural_hash]) == []
+
+    def test_told_at_once(self, store: TuningStore) -> None:
+        """Jobs that name a workload's template at the same moment all succeed; of two names, one wins."""
+        scope = make_key().record_scope()
+        workloads = [made_for("conv2d", str(n), n=n) for n in range(20)]
+        plain = [make_workload(str(n)) for n in range(20)]
+        at_once(6, lambda n: store.put_workloads(scope, [plain, workloads, workloads[::-1]][n % 3]))
+        assert store.workloads(scope, [w.structural_hash for w in workloads]) == sorted(
+            workloads, key=lambda w: w.digest
+        )
+
+        store.put_workloads(scope, [make_workload("conv")])
+        names = ("one", "two")
+
+        def tell(number: int) -> bool:
+            try:
+                store.put_workloads(scope, [made_for(names[number], n=1)])
+            except Conflict:
+                return False
+            return True
+
+        told = at_once(2, tell)
+        assert sorted(told) == [False, True]
+        (stored,) = store.workloads(scope, [make_workload("conv").structural_hash])
+        assert stored.template == names[told.index(True)]
+
+    def test_configuration_without_a_template(self, store: TuningStore) -> None:
+        """A configuration that nobody could read is refused as a whole batch, and not counted."""
+        claim, job = running(store)
+        scope, workload = job.spec.key.record_scope(), make_workload()
+        store.put_workloads(scope, [workload])
+        with pytest.raises(ValueError, match="has no template"):
+            store.add_trials(claim, scope, [make_trial(workload, 1), configured(workload, 2)])
+        assert list(store.trials(scope, [workload.digest])) == []
+        assert store.job(job.id).trials_measured == 0
+
+
+class TestExperience:
+    def test_newest_first(self, store: TuningStore, clock: Clock) -> None:
+        """The newest outcomes of a template come first, of all its workloads, failures as None, no more than asked."""
+        claim, job = running(store)
+        scope = job.spec.key.record_scope()
+        one, two = made_for("conv2d", "one", n=1), made_for("conv2d", "two", n=2)
+        store.put_workloads(scope, [one, two])
+        outcomes = [(one, Measured((3.0, 1.0, 2.0))), (two, Failed(FailureKind.RUN_TIMEOUT, "slow")), (one, FAST)]
+        expected = []
+        for number, (workload, outcome) in enumerate(outcomes):
+            clock.advance(1)
+            store.add_trials(claim, scope, [configured(workload, number, outcome), make_trial(workload, 100 + number)])
+            assert workload.geometry is not None
+            median_s = [2.0, None, 0.002][number]
+            config = {"tile_x": number, "unroll": 0}
+            expected.insert(0, Experience(workload.digest, workload.geometry, config, median_s))
+        assert store.experience(scope, "conv2d", 10) == expected
+        assert store.experience(scope, "conv2d", 2) == expected[:2]
+        assert store.experience(scope, "conv2d", 0) == []
+        assert store.experience_count(scope, "conv2d") == 3
+
+    def test_of_one_moment(self, store: TuningStore) -> None:
+        """Outcomes of one batch have an order too: two readings are equal, and a shorter one is the longer one's
+        beginning."""
+        claim, job = running(store)
+        scope = job.spec.key.record_scope()
+        workloads = [made_for("conv2d", str(n), n=n) for n in range(4)]
+        store.put_workloads(scope, workloads)
+        store.add_trials(claim, scope, [configured(w, n) for w in workloads for n in range(5)])
+        whole = store.experience(scope, "conv2d", 100)
+        assert len(whole) == 20
+        assert store.experience(scope, "conv2d", 100) == whole
+        assert store.experience(scope, "conv2d", 7) == whole[:7]
+
+    def test_of_nothing_else(self, store: TuningStore) -> None:
+        """Outcomes of another template, of another scope or without a configuration are not among them."""
+        claim, job = running(store)
+        scope, elsewhere = job.spec.key.record_scope(), make_key(target='{"kind":"c"}').record_scope()
+        conv, dense, plain = made_for("conv2d", n=1), made_for("dense", "dense", n=1), make_workload("plain")
+        for each in (scope, elsewhere):
+            store.put_workloads(each, [conv, dense, plain])
+        store.add_trials(claim, scope, [configured(dense, 1), make_trial(conv, 2), make_trial(plain, 3)])
+        store.add_trials(claim, elsewhere, [configured(conv, 4)])
+        assert store.experience(scope, "conv2d", 10) == []
+        assert store.experience_count(scope, "conv2d") == 0
+        assert [e.config["tile_x"] for e in store.experience(elsewhere, "conv2d", 10)] == [4]
+        assert [e.workload for e in store.experience(scope, "dense", 10)] == [dense.digest]
+        assert store.experience_count(scope, "nothing") == 0
+
+    def test_hundred_thousand(self, sqlite_url: str) -> None:
+        """Among a hundred thousand outcomes, those of a template are found through indexes: no table is walked
+        through."""
+        store = TuningStore(sqlite_url)
+        claim, job = running(store)
+        scope = job.spec.key.record_scope()
+        workloads = [made_for(f"template {n % 4}", str(n), n=n) for n in range(100)]
+        store.put_workloads(scope, workloads)
+        for workload in workloads:
+            trials = [replace(make_trial(workload, 0), trace=f"[{n}]", config={"n": n}) for n in range(1000)]
+            store.add_trials(claim, scope, trials)
+        assert store.experience_count(scope, "template 1") == 25_000
+        newest = store.experience(scope, "template 1", 1500)
+        assert [(e.geometry["n"], e.median_s) for e in newest] == [(97, 0.002)] * 1000 + [(93, 0.002)] * 500
+        store.close()
+
+        engine = open_engine(parse_url(sqlite_url))
+        query = experience_query(scope, "template 1", 1500).compile(engine, compile_kwargs={"literal_binds": True})
+        with engine.connect() as connection:
+            for analyzed in (False, True):
+                plan = [row.detail for row in connection.execute(sa.text(f"EXPLAIN QUERY PLAN {query}"))]
+                assert plan[:2] == [
+                    "SEARCH workloads USING INDEX ix_workloads_scope_template (scope=? AND template=?)",
+                    "SEARCH trials USING INDEX ix_trials_experience (workload=?)",
+                ]
+                assert not [step for step in plan[2:] if "SCAN" in step or "SEARCH" in step]
+                if not analyzed:  # with what SQLite knows of the tables, and without
+                    connection.execute(sa.text("ANALYZE"))
+        engine.dispose()
+
+
+class TestCostModels:
+    MODEL = StoredCostModel(3, 4000, b'{"learner": {"name": "\xc3\xa9"}}', "note")
+
+    def test_newest_stays(self, store: TuningStore) -> None:
+        """A model comes back byte for byte; a later one of its name takes its place, one of another name does not."""
+        scope = make_key().record_scope()
+        assert store.cost_model(scope, "conv2d") is None
+        store.put_cost_model(scope, "conv2d", self.MODEL)
+        store.put_cost_model(scope, "dense", replace(self.MODEL, trained_on=1))
+        assert store.cost_model(scope, "conv2d") == self.MODEL
+        newer = StoredCostModel(4, 5000, b'{"learner": {}}')
+        store.put_cost_model(scope, "conv2d", newer)
+        assert store.cost_model(scope, "conv2d") == newer
+        assert store.cost_model(scope, "dense") == replace(self.MODEL, trained_on=1)
+
+    def test_of_one_scope(self, store: TuningStore) -> None:
+        """Another device, target, toolchain or option never sees it; another model of the same scope does."""
+        store.put_cost_model(make_key().record_scope(), "conv2d", self.MODEL)
+        for change in (
+            {"device": replace(DEVICE, cores=4)},
+            {"target": '{"kind":"c"}'},
+            {"toolchain": replace(TOOLCHAIN, pipeline="tunery-cpu-2")},
+            {"options": BuildOptions(fast_math=True)},
+        ):
+            assert store.cost_model(make_key(**change).record_scope(), "conv2d") is None
+        assert store.cost_model(make_key(model=sha256("other")).record_scope(), "conv2d") == self.MODEL
+
+    def test_damaged(self, store: TuningStore, database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+        """A model whose bytes changed in the database is not handed out, and may be put again."""
+        scope = make_key().record_scope()
+        store.put_cost_model(scope, "conv2d", self.MODEL)
+        run_sql(database_url, "UPDATE cost_models SET booster = :other", other=b"{}")
+        assert store.cost_model(scope, "conv2d") is None
+        assert "conv2d" in caplog.text
+        store.put_cost_model(scope, "conv2d", self.MODEL)
+        assert store.cost_model(scope, "conv2d") == self.MODEL
+
+    def test_large(self, store: TuningStore) -> None:
+        """A model of several MiB is kept whole."""
+        large = replace(self.MODEL, booster_json=b'{"trees": "' + b"x" * (8 * 2**20) + b'"}')
+        store.put_cost_model(make_key().record_scope(), "conv2d", large)
+        assert store.cost_model(make_key().record_scope(), "conv2d") == large
+
+    def test_at_once(self, store: TuningStore) -> None:
+        """Jobs that put models of one name at once, in a scope that is new too, all succeed; one of them is kept."""
+        scope = make_key().record_scope()
+        models = [StoredCostModel(1, n, b'{"n": %d}' % n) for n in range(8)]
+        at_once(8, lambda n: store.put_cost_model(scope, "conv2d", models[n]))
+        assert store.cost_model(scope, "conv2d") in models
 
 
 class TestArtifacts:

@@ -1,4 +1,4 @@
-"""The first schema: models, devices, jobs and their events, tuning records, artifacts."""
+"""The first schema: models, devices, jobs and their events, tuning records, cost models, artifacts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 DIGEST = sa.String(64)
 MOMENT = sa.DateTime(timezone=True)
 ACTIVE = sa.text("state IN ('QUEUED', 'RUNNING')")
+HAS_CONFIG = sa.text("config IS NOT NULL")
 
 
 def upgrade() -> None:
@@ -95,23 +96,45 @@ def upgrade() -> None:
         sa.Column("scope", DIGEST, sa.ForeignKey("record_scopes.digest"), nullable=False),
         sa.Column("digest", DIGEST, nullable=False),
         sa.Column("structural_hash", sa.String(255), nullable=False),
-        sa.Column("module", sa.Text(), nullable=False),
+        sa.Column("template", sa.String(255)),
+        sa.Column("geometry", sa.JSON()),
         sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("module", sa.Text(), nullable=False),
     )
     op.create_index("uq_workloads_scope_digest", "workloads", ["scope", "digest"], unique=True)
     op.create_index("ix_workloads_scope_structural_hash", "workloads", ["scope", "structural_hash"])
+    op.create_index("ix_workloads_scope_template", "workloads", ["scope", "template"])
     op.create_table(
         "trials",
         sa.Column(
             "workload", sa.BigInteger(), sa.ForeignKey("workloads.number"), primary_key=True, autoincrement=False
         ),
         sa.Column("trace_digest", DIGEST, primary_key=True),
-        sa.Column("trace", sa.Text(), nullable=False),
         sa.Column("run_s", sa.JSON()),
         sa.Column("kind", sa.String(32)),
-        sa.Column("message", sa.Text()),
+        sa.Column("config", sa.JSON()),
         sa.Column("job_id", sa.String(32), sa.ForeignKey("jobs.id"), nullable=False),
         sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("message", sa.Text()),
+        sa.Column("trace", sa.Text(), nullable=False),
+    )
+    op.create_index(
+        "ix_trials_experience",
+        "trials",
+        ["workload"],
+        sqlite_where=HAS_CONFIG,
+        postgresql_where=HAS_CONFIG,
+    )
+    op.create_table(
+        "cost_models",
+        sa.Column("scope", DIGEST, sa.ForeignKey("record_scopes.digest"), primary_key=True),
+        sa.Column("name", sa.String(255), primary_key=True),
+        sa.Column("format_version", sa.Integer(), nullable=False),
+        sa.Column("trained_on", sa.Integer(), nullable=False),
+        sa.Column("note", sa.Text(), nullable=False),
+        sa.Column("updated_at", MOMENT, nullable=False),
+        sa.Column("booster_sha256", DIGEST, nullable=False),
+        sa.Column("booster", sa.LargeBinary(), nullable=False),
     )
     op.create_table(
         "artifacts",
