@@ -1,4 +1,4 @@
-"""What the search passes between its parts: operators to be scheduled, candidates, built candidates. Plain values.
+"""What the search passes between its parts: operators, their variants, candidates, built candidates. Plain values.
 
 TVM's objects do not cross a process boundary; their JSON does. `Workload.module` and `Trial.trace` hold it.
 """
@@ -6,26 +6,62 @@ TVM's objects do not cross a process boundary; their JSON does. `Workload.module
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tuning_db.trials import Workload, trace_digest
+from tuning_db.trials import Trial, Workload, trace_digest
+from workers.search.templates.knobs import Config
 
 #: One row for each buffer store of a scheduled module: MetaSchedule's per-store features.
 Features = NDArray[np.float32]
 
+#: Where a candidate comes from, by the name of the tuner that searches there alone.
+TEMPLATE: Final = "autotvm"
+SKETCHES: Final = "ansor"
+
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """One distinct computation of a model and how often an inference runs it."""
+class Variant:
+    """One way to compute an operator: direct, by Winograd's algorithm, …; `workload` is that computation.
+
+    `workload.template` names the template that can schedule it, if any, and `workload.geometry` its sizes.
+    """
 
     name: str
     workload: Workload
-    weight: int
-    untuned_s: float  #: one call as compiled without a schedule; the bar that a record has to clear
+    sketchable: bool = False  #: whether sketches may be generated from it
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One distinct operator of a model and how often an inference runs it.
+
+    Its variants are interchangeable, so the best over all of them wins. They come in the order in which they are
+    preferred before anything is known of them.
+    """
+
+    name: str
+    weight: int  #: calls in an inference
+    variants: tuple[Variant, ...]
+    flops: float  #: of one call, in the variant that needs the fewest: what is thought reachable is bounded by it
+    bytes: float  #: read and written by one call at least
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one operator is compiled.
+
+    `trial` is the record that it was chosen by, None where nothing was measured. Without a `trace` there is neither
+    record nor template: the variant is compiled as it is.
+    """
+
+    variant: Variant
+    trial: Trial | None
+    config: Config | None
+    trace: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +70,7 @@ class Candidate:
 
     workload: Workload
     trace: str  #: canonical JSON
+    config: Config | None = field(default=None, hash=False)  #: of the workload's template; None for a sketch
 
     @property
     def digest(self) -> str:
@@ -46,7 +83,7 @@ class Built:
 
     library: str  #: path
     arguments: tuple[tuple[str, tuple[int, ...]], ...]  #: dtype and shape of each argument, packed weights included
-    features: Features | None  #: None when the extractor found none
+    features: Features | None  #: of a sketch; None when the extractor found none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +91,7 @@ class Measurement:
     """How long a built candidate is run: `repeat` samples of at least `min_repeat_s` each."""
 
     repeat: int = 3
-    min_repeat_s: float = 0.02
+    min_repeat_s: float = 0.015
     threads: int = 1
 
 

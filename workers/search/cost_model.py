@@ -1,8 +1,10 @@
 """Predicts which candidates are fast: gradient-boosted trees over MetaSchedule's per-store features.
 
-A candidate is a set of buffer stores with one feature row each; its score is the sum of the rows' predictions, fitted
+A sketch is a set of buffer stores with one feature row each; its score is the sum of the rows' predictions, fitted
 to best seconds ÷ its seconds within its operator, 0 for a failure (as in Ansor's cost model). Training and prediction
 run in forked children only: XGBoost's threads do not survive a fork.
+
+A template's choices have features of their own, one row a choice, and a model a template (`train_configs`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,17 @@ from tvm.s_tir import meta_schedule as ms
 
 from workers.search.candidates import Features
 
+#: MetaSchedule's per-store features, and the number of a candidate's stores.
+ROW_FEATURES = 165
 _ROUNDS = 60
 _PARAMETERS = {"max_depth": 8, "eta": 0.2, "gamma": 0.001, "min_child_weight": 0, "base_score": 0.0, "nthread": 1}
+_CONFIG_ROUNDS = 120
+_CONFIG_PARAMETERS = {
+    "objective": "reg:squarederror", "max_depth": 6, "eta": 0.1, "subsample": 0.8, "colsample_bytree": 0.8,
+    "min_child_weight": 2, "base_score": 0.0, "tree_method": "hist", "nthread": 1,
+}  # fmt: skip
+#: What is eight times slower than the best, and what fails, is told apart from nothing worse.
+_SLOWEST = float(np.log(1 / 8))
 #: Below this many samples a model knows less than chance.
 MIN_SAMPLES = 16
 
@@ -40,21 +51,30 @@ class CostModel:
 
     booster_json: bytes
 
+    @property
+    def feature_count(self) -> int:
+        """How many features a row has for it. ValueError if it is no model."""
+        return int(self.booster().num_features())
+
+    @property
+    def rounds(self) -> int:
+        """How many trees it has."""
+        return int(self.booster().num_boosted_rounds())
+
     def predict(self, features: Sequence[Features]) -> NDArray[np.float64]:
         """One score a candidate, higher is faster; about 1 for the best known."""
-        booster = xgboost.Booster({"nthread": 1})
-        booster.load_model(bytearray(self.booster_json))
-        return _predict(booster, features)
+        return _predict(self.booster(), features)
 
     def to_tvm(self) -> Any:
         """The model as MetaSchedule calls it."""
-        booster = xgboost.Booster({"nthread": 1})
-        booster.load_model(bytearray(self.booster_json))
-        return _TvmCostModel(booster)
+        return _TvmCostModel(self.booster())
+
+    def booster(self) -> xgboost.Booster:
+        return _load(self.booster_json)
 
 
-def train(samples: Sequence[Sample], seed: int) -> CostModel | None:
-    """None when there are too few samples to learn from."""
+def train(samples: Sequence[Sample], seed: int, start: CostModel | None = None) -> CostModel | None:
+    """None when there are too few samples to learn from. `start`, a model of other samples, is gone on from."""
     if len(samples) < MIN_SAMPLES:
         return None
     best: dict[str, float] = {}
@@ -77,8 +97,67 @@ def train(samples: Sequence[Sample], seed: int) -> CostModel | None:
         xgboost.DMatrix(rows, nthread=1),
         num_boost_round=_ROUNDS,
         obj=squared_error_of_sums,
+        xgb_model=None if start is None else start.booster(),
     )
     return CostModel(bytes(booster.save_raw("json")))
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSample:
+    """One choice of a template whose outcome is known. `median_s` is None for a failure."""
+
+    workload: str
+    features: tuple[float, ...]
+    median_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigModel:
+    """A trained model of one template's choices, as XGBoost's own JSON: a format that holds no code."""
+
+    booster_json: bytes
+
+    @property
+    def feature_count(self) -> int:
+        """How many features a choice has for it. ValueError if it is no model."""
+        return int(_load(self.booster_json).num_features())
+
+    def predict(self, features: NDArray[np.float32]) -> NDArray[np.float64]:
+        """One score a row, higher is faster: the logarithm of best seconds ÷ its seconds, among choices of one
+        workload. Scores of different workloads cannot be compared."""
+        scores: NDArray[np.float64] = (
+            _load(self.booster_json).predict(xgboost.DMatrix(features, nthread=1)).astype(np.float64)
+        )
+        return scores
+
+
+def _load(booster_json: bytes) -> xgboost.Booster:
+    booster = xgboost.Booster({"nthread": 1})
+    try:
+        booster.load_model(bytearray(booster_json))
+    except xgboost.core.XGBoostError as error:
+        raise ValueError(f"not a model: {str(error).splitlines()[0]}") from None
+    return booster
+
+
+def train_configs(samples: Sequence[ConfigSample], seed: int) -> ConfigModel | None:
+    """None when there are too few samples to learn from."""
+    if len(samples) < MIN_SAMPLES:
+        return None
+    best: dict[str, float] = {}
+    for sample in samples:
+        if sample.median_s is not None:
+            best[sample.workload] = min(best.get(sample.workload, np.inf), sample.median_s)
+    known = [sample for sample in samples if sample.workload in best]
+    if len(known) < MIN_SAMPLES:
+        return None
+    wanted = [_SLOWEST if s.median_s is None else max(_SLOWEST, np.log(best[s.workload] / s.median_s)) for s in known]
+    booster = xgboost.train(
+        {**_CONFIG_PARAMETERS, "seed": seed},
+        xgboost.DMatrix(np.array([s.features for s in known], dtype=np.float32), np.array(wanted), nthread=1),
+        num_boost_round=_CONFIG_ROUNDS,
+    )
+    return ConfigModel(bytes(booster.save_raw("json")))
 
 
 def _pack(features: Sequence[Features]) -> tuple[Features, NDArray[np.int64]]:

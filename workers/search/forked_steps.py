@@ -6,6 +6,7 @@ Arguments and results are plain values. A step may hang, crash or leak as it lik
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ from tuning_db.trials import Workload, trace_digest
 from workers.graph.pipeline import pass_context
 from workers.search.candidates import Built, Candidate, Features, Measurement, canonical_trace
 from workers.search.cost_model import CostModel
+from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
+from workers.search.templates.knobs import Config, Cpu, Template
 
 
 def preload(intrinsics: str) -> tuple[str, ...]:
@@ -56,20 +59,36 @@ def commit_record(
     )
 
 
+def schedule_configs(workload: Workload, template: Template, cpu: Cpu, configs: Sequence[Config]) -> list[str | None]:
+    """The trace of each choice of the workload's template, None for one that the template cannot be applied with."""
+    module = to_tvm_workload(workload).mod
+    traces: list[str | None] = []
+    for config in configs:
+        schedule = tvm.s_tir.Schedule(module, seed=1, error_render_level="fast")
+        try:
+            template.schedule(schedule, dict(workload.geometry or {}), config, cpu)
+        except Exception:  # whatever a primitive refuses, in TVM's own kinds of error
+            traces.append(None)
+        else:
+            traces.append(canonical_trace(schedule.trace.as_json()))
+    return traces
+
+
 def propose(
     target_json: str,
     workload: Workload,
     space: Space,
-    measured: Sequence[tuple[str, tuple[float, ...]]],
+    parents: Sequence[tuple[str, tuple[float, ...]]],
     model: CostModel | None,
+    cpu: Cpu,
     count: int,
     seed: int,
 ) -> list[str]:
-    """Up to `count` traces that are not in `measured`, best first as far as `model` can tell.
+    """Up to `count` traces, best first as far as `model` can tell; they may have been measured before.
 
-    `measured` holds traces with their seconds, an empty tuple for one that failed. Without a model the space is
-    sampled; with one, MetaSchedule's evolutionary search (Ansor, OSDI 2020) breeds from the samples and the best
-    measured, and picks a few at random beside the best (epsilon-greedy).
+    Without a model the space is sampled; with one, MetaSchedule's evolutionary search (Ansor, OSDI 2020) breeds from
+    the samples and `parents`, traces with their seconds, and picks a few at random beside the best (epsilon-greedy).
+    What breaks the register rule (`sketches`) comes last: it is only worth a trial where nothing keeps it.
     """
     target = tvm.target.Target(json.loads(target_json))
     tvm_workload = to_tvm_workload(workload)
@@ -84,29 +103,25 @@ def propose(
         logger=None,
     )
     database = ms.database.MemoryDatabase()
-    known = {trace_digest(trace) for trace, _ in measured}
     if model is not None:
-        for trace, run_s in sorted((m for m in measured if m[1]), key=lambda m: min(m[1]))[: space.parents]:
+        for trace, run_s in parents:
             commit_record(database, workload, trace, run_s, target)
-    # The strategy does not know what was measured before this process, and offers it again: ask for that many more.
-    wanted = count + (min(len(known), space.parents) if model is not None else 0)
     # MetaSchedule's default would be a random model too, with a seed that nobody can set.
     ranking = model.to_tvm() if model is not None else ms.cost_model.RandomModel(seed=seed)
-    context.pre_tuning(wanted, wanted, context.generate_design_space(), database, ranking)
-    traces: dict[str, str] = {}
+    context.pre_tuning(count, count, context.generate_design_space(), database, ranking)
+    keeping: dict[str, str] = {}
+    breaking: dict[str, str] = {}
     for candidate in context.generate_measure_candidates() or ():
         trace = canonical_trace(candidate.sch.trace.as_json())
-        digest = trace_digest(trace)
-        if digest not in known:
-            traces.setdefault(digest, trace)
-    return list(traces.values())[:count]
+        (breaking if register_rule_broken(candidate.sch, cpu) else keeping).setdefault(trace_digest(trace), trace)
+    return [*keeping.values(), *breaking.values()]
 
 
 def build(target_json: str, candidate: Candidate, folder: str) -> Built:
-    """Compile one candidate into a shared library under `folder`, and extract its features."""
+    """Compile one candidate into a shared library under `folder`, and extract the features of a sketch."""
     target = tvm.target.Target(json.loads(target_json))
     schedule = schedule_of(candidate.workload, candidate.trace)
-    features = extract_features(target, candidate.workload, schedule)
+    features = None if candidate.config is not None else extract_features(target, candidate.workload, schedule)
     with pass_context():
         executable = tvm.compile(RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod), target=target)
     name = f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
@@ -144,24 +159,45 @@ def link(module: tvm.runtime.Module, path: Path) -> Path:
     return library
 
 
-def measure(built: Built, measurement: Measurement) -> tuple[float, ...]:
-    """Seconds of one call, `measurement.repeat` samples. The caller sees to it that nothing else is running."""
+def measure(built: Built, measurement: Measurement, hopeless_s: float | None = None) -> tuple[float, ...]:
+    """Seconds of one call, `measurement.repeat` samples, or one alone where that is above `hopeless_s` already.
+
+    The caller sees to it that nothing else is running.
+    """
+    return measure_in_turn([built], measurement, hopeless_s)[0]
+
+
+def measure_in_turn(
+    candidates: Sequence[Built], measurement: Measurement, hopeless_s: float | None = None
+) -> list[tuple[float, ...]]:
+    """Seconds of one call of each, in rounds over all of them: what disturbs the machine for a while disturbs them all
+    alike, so that they can be compared better than when each is measured at a time of its own."""
     os.environ["TVM_NUM_THREADS"] = str(measurement.threads)
-    module = tvm.runtime.load_module(built.library)
     device = tvm.cpu()
     generator = np.random.default_rng(0)
-    arguments = [random_tensor(generator, dtype, shape) for dtype, shape in built.arguments]
-    evaluator = module.time_evaluator(
-        "main", device, number=1, repeat=measurement.repeat, min_repeat_ms=int(measurement.min_repeat_s * 1000)
-    )
-    return tuple(float(sample) for sample in evaluator(*arguments).results)
+    samples: list[list[float]] = []
+    functions = []
+    for built in candidates:
+        module = tvm.runtime.load_module(built.library)
+        arguments = [random_tensor(generator, *tensor) for tensor in built.arguments]
+        # The first sample also finds how many calls the others need to be long enough.
+        first = module.time_evaluator("main", device, number=1, min_repeat_ms=int(measurement.min_repeat_s * 1000))
+        seconds = float(first(*arguments).results[0])
+        samples.append([seconds])
+        number = max(1, math.ceil(measurement.min_repeat_s / max(seconds, 1e-9)))
+        functions.append((module.time_evaluator("main", device, number=number), arguments))
+    for _ in range(measurement.repeat - 1):
+        for own, (evaluate, arguments) in zip(samples, functions, strict=True):
+            if hopeless_s is None or own[0] <= hopeless_s:
+                own.append(float(evaluate(*arguments).results[0]))
+    return [tuple(own) for own in samples]
 
 
 def random_tensor(generator: np.random.Generator, dtype: str, shape: Sequence[int]) -> Any:
     """Floats in [0, 1), integers 0: valid as an index into anything, and the time of integer code does not depend
     on its values."""
     if dtype.startswith("float"):
-        data = np.asarray(generator.random(shape)).astype(dtype)
+        data = np.asarray(generator.random(shape, dtype=np.float32)).astype(dtype)
     else:
         data = np.zeros(shape, dtype="uint8" if dtype == "bool" else dtype).astype(dtype)
     return tvm.runtime.tensor(data)

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,6 +36,8 @@ _HEADER: Final = struct.Struct("!Q")
 _START_SERVER: Final = "import sys; from workers.search.forkserver import main; main(sys.argv[1:])"
 #: A server that has grown past this is replaced between two batches.
 MAX_SERVER_BYTES: Final = 2 << 30
+#: Servers that one client may lose before it gives up: something on this machine kills them.
+SERVERS_LOST: Final = 5
 
 
 class ChildFailed(Exception):
@@ -56,6 +58,15 @@ class ChildCrashed(ChildFailed):
 
 class ServerDied(ChildFailed):
     """The server ended before the step did: no fault of the step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A module-level function to be run in a forked child, and how long it may take there."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._receiver: threading.Thread | None = None
         self._hung_up = self._closed = False
+        self._lost = 0
         self._start()
 
     def __enter__(self) -> ForkServer:
@@ -134,6 +146,45 @@ class ForkServer:
     def call(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
         """`submit` and wait."""
         return self.submit(function, *arguments, deadline_s=deadline_s).result()
+
+    def call_retrying(self, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+        """`call`, and once more by a new server if the server died of something else. ServerDied only after
+        `SERVERS_LOST` of them. Call it when nothing else is pending."""
+        [result] = self.call_all([Step(function, arguments, deadline_s)], at_once=1)
+        if isinstance(result, ChildFailed):
+            raise result
+        return result
+
+    def call_all(self, steps: Sequence[Step], *, at_once: int) -> list[Any]:
+        """`call_retrying` of every step, `at_once` side by side. One result a step, in their order; a step that failed
+        has its ChildFailed there. What a dying server had answered already is not run again."""
+        results: dict[int, Any] = {}
+        while len(results) < len(steps):
+            died = self._call_missing(steps, results, at_once)
+            if died is not None:
+                self._lost += 1
+                if self._lost > SERVERS_LOST:
+                    raise died
+                self.recycle_if_grown()
+        return [results[number] for number in range(len(steps))]
+
+    def _call_missing(self, steps: Sequence[Step], results: dict[int, Any], at_once: int) -> ServerDied | None:
+        waiting = [number for number in range(len(steps)) if number not in results][::-1]
+        running: dict[Future[Any], int] = {}
+        died: ServerDied | None = None
+        while running or (waiting and died is None):
+            while waiting and died is None and len(running) < at_once:
+                number = waiting.pop()
+                step = steps[number]
+                running[self.submit(step.function, *step.arguments, deadline_s=step.deadline_s)] = number
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number = running.pop(future)
+                error = future.exception()
+                if isinstance(error, ServerDied):
+                    died = error
+                else:
+                    results[number] = future.result() if error is None else error
+        return died
 
     def recycle_if_grown(self) -> bool:
         """Replace the server if it has died or grown past `max_bytes`. Call it when nothing is pending."""

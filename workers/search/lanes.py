@@ -1,18 +1,25 @@
-"""Builder and runner for the CPU of this machine: candidates are compiled on every core, and measured alone."""
+"""Builder and runner for the CPU of this machine: candidates are compiled on every core, and measured alone.
+
+Nothing is built while something is measured: a search of two cores that did so would measure its own compiler. That
+costs the time of the shorter of the two, which is why measuring is kept short.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement
-from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ForkServer, ServerDied
+from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ChildTimeout, ForkServer, Step
+
+#: Samples of each when candidates are compared in turn.
+_ROUNDS: Final = 7
 
 
 class Builder(Protocol):
@@ -21,11 +28,18 @@ class Builder(Protocol):
     def build(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
         """One result a candidate, in their order. Returns when all are done: nothing is left running."""
 
+    def remove(self, built: Built) -> None:
+        """It will not be run any more."""
+
 
 class Runner(Protocol):
-    """Measures what a builder made. One at a time, with nothing else running on the measured cores."""
+    """Measures what a builder made. One call at a time, with nothing else running on the measured cores."""
 
-    def run(self, built: Built) -> Measured | Failed: ...
+    def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
+        """A candidate above `hopeless_s` seconds a call is not measured more exactly than to know that."""
+
+    def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
+        """Measure candidates in turns, more exactly than `run` does."""
 
 
 class LocalBuilder:
@@ -45,25 +59,16 @@ class LocalBuilder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def build(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
-        try:
-            return self._build_all(candidates)
-        except ServerDied:
-            # A new server, and all once more: a candidate that was lost with the old one has not failed.
-            self._server.recycle_if_grown()
-            return self._build_all(candidates)
+        steps = [
+            Step(forked_steps.build, (self._target, candidate, str(self._folder)), self._timeout_s)
+            for candidate in candidates
+        ]
+        results = self._server.call_all(steps, at_once=self._workers)
+        kinds = (FailureKind.BUILD_ERROR, FailureKind.BUILD_TIMEOUT, FailureKind.BUILD_CRASH)
+        return [_failed(result, *kinds) if isinstance(result, ChildFailed) else result for result in results]
 
-    def _build_all(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="build") as pool:
-            return list(pool.map(self._build_one, candidates))
-
-    def _build_one(self, candidate: Candidate) -> Built | Failed:
-        future: Future[Built] = self._server.submit(
-            forked_steps.build, self._target, candidate, str(self._folder), deadline_s=self._timeout_s
-        )
-        try:
-            return future.result()
-        except ChildFailed as failure:
-            return _failed(failure, FailureKind.BUILD_ERROR, FailureKind.BUILD_TIMEOUT, FailureKind.BUILD_CRASH)
+    def remove(self, built: Built) -> None:
+        Path(built.library).unlink(missing_ok=True)
 
 
 class LocalRunner:
@@ -74,27 +79,34 @@ class LocalRunner:
         self._measurement = measurement
         self._timeout_s = timeout_s
 
-    def run(self, built: Built) -> Measured | Failed:
+    def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
         try:
-            return self._measure(built)
-        except ServerDied:
-            self._server.recycle_if_grown()
-            return self._measure(built)
-        finally:
-            Path(built.library).unlink(missing_ok=True)
-
-    def _measure(self, built: Built) -> Measured | Failed:
-        try:
-            run_s = self._server.call(forked_steps.measure, built, self._measurement, deadline_s=self._timeout_s)
-            return Measured(run_s)
+            return Measured(
+                self._server.call_retrying(
+                    forked_steps.measure, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
+                )
+            )
         except ChildFailed as failure:
             return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
 
+    def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
+        measurement = replace(self._measurement, repeat=_ROUNDS)
+        deadline_s = self._timeout_s * len(candidates)
+        try:
+            found = self._server.call_retrying(
+                forked_steps.measure_in_turn, list(candidates), measurement, deadline_s=deadline_s
+            )
+        except ChildFailed as failure:
+            return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
+        return [Measured(run_s) for run_s in found]
+
 
 def _failed(failure: ChildFailed, error: FailureKind, timeout: FailureKind, crash: FailureKind) -> Failed:
-    """What became of a candidate. ServerDied is raised again: that was not the candidate."""
-    if isinstance(failure, ServerDied):
-        raise failure
+    """What became of a candidate. A server that died for good is raised again: that was not the candidate."""
     if isinstance(failure, ChildError):
         return Failed(error, str(failure))
-    return Failed(crash if isinstance(failure, ChildCrashed) else timeout, str(failure))
+    if isinstance(failure, ChildCrashed):
+        return Failed(crash, str(failure))
+    if isinstance(failure, ChildTimeout):
+        return Failed(timeout, str(failure))
+    raise failure

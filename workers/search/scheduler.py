@@ -1,70 +1,72 @@
 """Spends a budget of trials and seconds over a model's operators, where it is expected to gain most.
 
-Any-time: every outcome is stored before the next round begins, and the best library of that moment can be built from
-the store. The search of a job that was interrupted goes on from its records.
+Every operator gets a small first batch, heavy ones first; then rounds go where the expected gain on a whole inference
+is largest (`arms`). A round proposes candidates (templates' choices ranked by `configs`, sketches bred by
+MetaSchedule), builds them on all cores and measures them one after the other.
+
+Any-time: every outcome is stored before the next round begins, and `choice()` answers at every moment. The search of a
+job that was interrupted goes on from its records.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from tuning_db.jobs import SearchConfig
 from tuning_db.keys import Json
-from tuning_db.trials import Failed, Measured, Trial
+from tuning_db.trials import Failed, Measured, StoredCostModel, Trial
 from workers.search import cost_model, forked_steps
-from workers.search.candidates import Built, Candidate, Operator
+from workers.search.arms import Arm, Search, arms_of
+from workers.search.candidates import SKETCHES, TEMPLATE, Built, Candidate, Choice, Operator, Variant
+from workers.search.configs import ConfigSpace
 from workers.search.cost_model import CostModel, Sample
-from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
+from workers.search.experience import TemplateExperience
+from workers.search.forkserver import ChildFailed, ForkServer, Step
 from workers.search.lanes import Builder, Runner
-from workers.search.records import Records
+from workers.search.records import ConfigKey, Records, key_of
 from workers.search.space import Space
+from workers.search.templates.knobs import Config, Cpu, Template
+
+if TYPE_CHECKING:
+    from tuning_db.catalog import Roof
 
 #: An event of the job: its type and data.
 Report = Callable[[str, dict[str, Json]], None]
 
-_BATCH = 8  #: candidates of one operator in one round
-_PROPOSE_TIMEOUT_S = 20.0
-_TRAIN_TIMEOUT_S = 30.0
-_FEATURIZE_TIMEOUT_S = 20.0
-#: Stored outcomes of an operator that a new search learns from.
-_REMEMBERED = 64
+_PROPOSE_TIMEOUT_S: Final = 20.0
+_TRAIN_TIMEOUT_S: Final = 30.0
+_FEATURIZE_TIMEOUT_S: Final = 20.0
+_SCHEDULE_TIMEOUT_S: Final = 20.0
+#: Sketches of one round for one template choice: evolving them costs as much as measuring several.
+_SKETCHES_FOR_ONE: Final = 2
+#: Stored outcomes of a workload's sketches that a new search learns from.
+_REMEMBERED: Final = 64
 #: Outcomes wait this long at most before they are stored.
-_FLUSH_S = 1.0
-#: Fork servers that one search may lose before it gives up: something on this machine kills them.
-_SERVERS_LOST = 5
-#: The share of its time that an operator is assumed to win in its first round, before anything is known of it.
-_FIRST_GAIN = 0.7
-#: How much of a later round's expected gain is what is left, beside the trend of the last round (Ansor, section 6).
-_OPTIMISM = 0.15
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What the search knows of one operator."""
-
-    operator: Operator
-    rounds: int = 0
-    best_s: float | None = None
-    last_gain_s: float = 0.0
-    unguided: bool = False  #: guided proposals hung or crashed: its space is sampled instead
-    exhausted: bool = False
-
-    @property
-    def now_s(self) -> float:
-        """What a call costs as it would be compiled now."""
-        return min(self.operator.untuned_s, self.best_s if self.best_s is not None else self.operator.untuned_s)
-
-    @property
-    def expected_gain_s(self) -> float:
-        """Seconds of an inference that another round is expected to save."""
-        if self.rounds == 0:
-            return self.operator.weight * self.now_s * _FIRST_GAIN
-        left = _OPTIMISM * self.now_s / self.rounds
-        # A round that won nearly all there was does not promise the like again: others would wait for nothing.
-        return self.operator.weight * min(self.now_s, (1 - _OPTIMISM) * self.last_gain_s + left)
+_FLUSH_S: Final = 1.0
+#: A candidate this much slower than its operator's best is not measured more exactly.
+_HOPELESS: Final = 2.0
+#: Nearest workloads whose best choices are tried first.
+_NEAREST: Final = 3
+#: Rounds in a row without anything new after which a space of sketches counts as exhausted.
+_EMPTY_ROUNDS: Final = 2
+#: Candidates of an operator that are compared again at the end, if they are within this ratio of the best.
+_CONFIRMED: Final = 4
+_CONFIRMED_RATIO: Final = 1.15
+#: Seconds that are kept for comparing the best of one operator, up to a share of the search.
+_CONFIRM_S: Final = 0.6
+_CONFIRM_SHARE: Final = 0.1
+#: Name and format of the stored cost model of sketches.
+_SKETCH_MODEL: Final = "sketches"
+_SKETCH_FORMAT: Final = 1
+#: Trees after which a model is not gone on from: it would only grow.
+_MAX_ROUNDS: Final = 360
+#: No schedule at all, which is what the best of an operator without a template has to beat.
+_UNSCHEDULED: Final = "[[],[]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +76,63 @@ class SearchResult:
     trials: int  #: measured by this search, failures too
     failures: int
     elapsed_s: float
-    reason: str  #: "trials", "seconds" or "exhausted"
+    reason: str  #: "trials", "seconds", "exhausted", or "none" where nothing was to be measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Pick:
+    """A part of one round: so many candidates of one arm."""
+
+    search: Search
+    arm: Arm
+    count: int
+    is_first: bool = False  #: of its operator
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    pick: _Pick
+    candidate: Candidate
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """One search. Collaborators are given; none is made here."""
+    """One search over the operators of one model. Collaborators are given; none is made here.
+
+    `run(operators, config)` searches; `choice()` then, or at any moment during it, says how each operator is compiled.
+    With a tuner of "none", or no trials, `run` only loads what is known, and `choice()` goes by records and models.
+
+    `templates` by name; a variant whose template is not among them is treated as if it had none.
+    """
 
     server: ForkServer
     target: str
-    space: Space
+    cpu: Cpu
+    templates: Mapping[str, Template]
     builder: Builder
     runner: Runner
     records: Records
     report: Report
-    operators_at_once: int = 2  #: proposals made side by side, one a core
+    roof: Roof | None = None  #: of the device; without it no operator is known to be as fast as it can be
+    sketches: Space = field(default_factory=Space)
+    batch: int = 4  #: candidates of one operator in one round
+    operators_at_once: int = 2  #: in one round: proposals are made side by side, one a core
     clock: Callable[[], float] = time.monotonic
-    _names: dict[str, str] = field(default_factory=dict)
+    _searches: list[Search] = field(default_factory=list)
+    _experience: dict[str, TemplateExperience] = field(default_factory=dict)
+    _spaces: dict[str, ConfigSpace] = field(default_factory=dict)  #: by workload digest
+    _refused: dict[str, set[ConfigKey]] = field(default_factory=dict)  #: choices that a template could not apply
+    #: By operator: median seconds, candidate and library of its best, fastest first.
+    _kept: dict[str, list[tuple[float, Candidate, Built]]] = field(default_factory=dict)
     _samples: dict[tuple[str, str], Sample] = field(default_factory=dict)
-    _model: CostModel | None = None
-    _trained_on: int = 0
-    _servers_lost: int = 0
+    _remembered: set[str] = field(default_factory=set)
+    _sketch_start: CostModel | None = None
+    _sketch_start_on: int = 0
+    _sketch_model: CostModel | None = None
+    _sketches_trained_on: int = 0
+    _guesses: dict[str, Choice] = field(default_factory=dict)
+    _seed: int = 0
+    _end_s: float = 0.0
 
     def run(
         self,
@@ -104,213 +142,563 @@ class Scheduler:
         trials_before: int = 0,
         elapsed_before_s: float = 0,
     ) -> SearchResult:
-        """Search until a limit is reached or nothing new can be proposed. `…_before` were spent by earlier attempts."""
+        """Search until a limit is reached or nothing more is expected. `…_before` were spent by earlier attempts."""
         start_s = self.clock()
+        self._seed = config.seed
+        measures = config.tuner != "none" and config.trials > 0
+        self._load(operators, config.tuner if measures else "none")
+        if not measures:
+            return SearchResult(0, 0, self.clock() - start_s, "none")
         end_s = start_s + config.seconds - elapsed_before_s
-        progress = [_Progress(operator) for operator in operators]
-        self._names = {operator.workload.digest: operator.name for operator in operators}
-        self._remember(operators)
-        for entry in progress:
-            self._update(entry)
-            if entry.best_s is not None:
-                entry.rounds = 1
-        measured = failures = 0
-        round_number = 0
+        self._end_s = end_s - min(_CONFIRM_SHARE * config.seconds, _CONFIRM_S * len(operators))
+        measured = failures = round_number = 0
         while True:
             left = config.trials - trials_before - measured
             if left <= 0:
                 reason = "trials"
                 break
-            if self.clock() >= end_s:
+            if self.clock() >= self._end_s:
                 reason = "seconds"
                 break
-            chosen = self._choose(progress, left)
-            if not chosen:
+            picks = self._pick(left)
+            if not picks:
                 reason = "exhausted"
                 break
             round_number += 1
             seed = config.seed * 1_000_003 + trials_before + measured + round_number
-            candidates = self._propose(chosen, min(_BATCH, -(-left // len(chosen))), seed, end_s)[:left]
-            tried, failed = self._measure(candidates, end_s, trials_before + measured, config.trials)
+            proposals = self._propose(picks, seed)[:left]
+            tried, failed = self._measure(proposals, trials_before + measured, config, end_s)
             measured += tried
             failures += failed
-            for entry in chosen:
-                entry.rounds += 1
-                before_s = entry.now_s
-                self._update(entry)
-                entry.last_gain_s = before_s - entry.now_s
-            self._train(config.seed)
+            self._train({pick.arm.variant.workload.template for pick in picks if pick.arm.tuner == TEMPLATE})
+            self._update_promises(picks)
             self.server.recycle_if_grown()
-            self._report_progress(
-                progress, chosen, trials_before + measured, config, elapsed_before_s + self.clock() - start_s
-            )
+            elapsed_s = elapsed_before_s + self.clock() - start_s
+            self._report_progress(picks, trials_before + measured, config, elapsed_s)
+        self._confirm(end_s)
+        self._save()
         return SearchResult(measured, failures, self.clock() - start_s, reason)
 
-    def _choose(self, progress: Sequence[_Progress], trials_left: int) -> list[_Progress]:
-        """The operators of the next round. Deterministic: ties go to the operator that comes first in the model."""
-        open_entries = [entry for entry in progress if not entry.exhausted]
-        open_entries.sort(key=lambda entry: -entry.expected_gain_s)
-        return open_entries[: min(self.operators_at_once, trials_left)]
+    def choice(self) -> dict[str, Choice]:
+        """By operator's name, how it would be compiled now.
 
-    def _propose(self, chosen: Sequence[_Progress], count: int, seed: int, end_s: float) -> list[Candidate]:
-        deadline_s = max(1.0, min(_PROPOSE_TIMEOUT_S, end_s - self.clock()))
-        asked: list[tuple[_Progress, bool, Future[list[str]]]] = []
-        for offset, entry in enumerate(chosen):
-            workload = entry.operator.workload
-            model = None if entry.unguided else self._model
-            known = [
-                (t.trace, t.outcome.run_s if isinstance(t.outcome, Measured) else ())
-                for t in self.records.of(workload.digest)
-            ]
-            future = self.server.submit(
-                forked_steps.propose,
-                self.target, workload, self.space, known, model, count, (seed * 31 + offset) % (2**31 - 1) + 1,
-                deadline_s=deadline_s,
-            )  # fmt: skip
-            asked.append((entry, model is not None, future))
-        candidates = []
-        for entry, guided, future in asked:
-            try:
-                traces = future.result()
-            except ServerDied:
-                # Nobody's fault here: a new server, and the operator is asked again in the next round.
-                self._servers_lost += 1
-                if self._servers_lost > _SERVERS_LOST:
-                    raise
-                self.server.recycle_if_grown()
-            except ChildFailed as failure:
-                if self.clock() < end_s:
-                    # Evolution of some operators never returns from TVM's arithmetic; sampling them still does.
-                    entry.exhausted = not guided
-                    entry.unguided = True
-                    self.report("warning", {"operator": entry.operator.name, "message": f"proposal {failure}"})
+        The best record of any of its variants; where nothing was measured, what the cost model of its preferred
+        variant's template thinks best, else that template's first guess; without a template, the variant as it is.
+        """
+        operators = [search.operator for search in self._searches]
+        chosen = self.records.chosen(operators)
+        choices = {}
+        for operator in operators:
+            if operator.name in chosen:
+                variant, trial = chosen[operator.name]
+                choices[operator.name] = Choice(variant, trial, trial.config, trial.trace)
             else:
-                entry.exhausted = not traces
-                candidates += [Candidate(entry.operator.workload, trace) for trace in traces]
-        return candidates
+                if operator.name not in self._guesses:
+                    self._guesses[operator.name] = self._guess(operator)
+                choices[operator.name] = self._guesses[operator.name]
+        return choices
+
+    # What is known at the beginning
+
+    def _load(self, operators: Sequence[Operator], tuner: str) -> None:
+        self._searches = []
+        for operator in operators:
+            arms, limit = arms_of(operator, frozenset(self.templates), tuner if tuner != "none" else "auto")
+            for arm in arms:
+                self._load_arm(arm)
+            self._searches.append(Search(operator, arms, self._floor_s(operator), limit))
+            for variant in operator.variants:
+                self._load_template(variant)
+        if any(arm.tuner == SKETCHES for search in self._searches for arm in search.arms):
+            self._load_sketch_model()
+        self._train({*self._experience})
+        self._save()
+
+    def _load_arm(self, arm: Arm) -> None:
+        """How far earlier searches have come with it."""
+        for trial in self.records.of(arm.variant.workload.digest):
+            if (trial.config is None) != (arm.tuner == SKETCHES):
+                continue
+            arm.observe(trial.outcome.median_s if isinstance(trial.outcome, Measured) else None)
+        arm.dry_trials = 0  # the store does not tell in which order they came
+
+    def _load_template(self, variant: Variant) -> None:
+        name = variant.workload.template
+        if name is not None and name in self.templates and name not in self._experience:
+            experience = TemplateExperience(self.templates[name], self.cpu, self.records, self.report)
+            experience.load()
+            self._experience[name] = experience
+
+    def _load_sketch_model(self) -> None:
+        stored = self.records.cost_model(_SKETCH_MODEL)
+        if stored is None or stored.format_version != _SKETCH_FORMAT:
+            return
+        model = CostModel(stored.booster_json)
+        try:
+            problem = None
+            if model.feature_count != cost_model.ROW_FEATURES:
+                problem = f"it takes {model.feature_count} features, a store has {cost_model.ROW_FEATURES}"
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
+            self.report("warning", {"message": f"the stored cost model {_SKETCH_MODEL!r} was discarded: {problem}"})
+            return
+        self._sketch_model = model
+        if model.rounds <= _MAX_ROUNDS:
+            self._sketch_start, self._sketch_start_on = model, stored.trained_on
+
+    def _floor_s(self, operator: Operator) -> float:
+        if self.roof is None:
+            return 0.0
+        return max(operator.flops / self.roof.flops_per_s, operator.bytes / self.roof.bytes_per_s)
+
+    # Where the next round goes
+
+    def _pick(self, left: int) -> list[_Pick]:
+        """The parts of the next round. Deterministic: ties go to the operator that comes first in the model."""
+        searches = [s for s in self._searches if s.is_open]
+        unseen = [s for s in searches if s.trials == 0]
+        if unseen:
+            # An interrupted search shall have covered what an inference does most of.
+            unseen.sort(key=lambda s: -s.operator.weight * s.operator.flops)
+            picks = [pick for s in unseen[: self.operators_at_once] for pick in self._first_picks(s)]
+        else:
+            assumed_s = {s.operator.name: self._assumed_s(s) for s in searches}
+            searches.sort(key=lambda s: -s.expected_gain_s(assumed_s[s.operator.name]))
+            picks = [self._next_pick(s) for s in searches[: self.operators_at_once]]
+        bounded: list[_Pick] = []
+        for pick in picks:
+            count = min(pick.count, left - sum(p.count for p in bounded))
+            if count > 0:
+                bounded.append(_Pick(pick.search, pick.arm, count, pick.is_first))
+        return bounded
+
+    def _first_picks(self, search: Search) -> list[_Pick]:
+        """The first batch of an operator, shared out over its templates, one at least for each."""
+        arms = [arm for arm in search.arms if arm.tuner == TEMPLATE]
+        if not arms:
+            return [_Pick(search, search.arms[0], self.batch * _SKETCHES_FOR_ONE, is_first=True)]
+        limit = search.trial_limit or max(self.batch, len(arms))
+        counts = [limit // len(arms) + (number < limit % len(arms)) for number in range(len(arms))]
+        return [_Pick(search, arm, count) for arm, count in zip(arms, counts, strict=True)]
+
+    def _next_pick(self, search: Search) -> _Pick:
+        arm = search.next_arm()
+        assert arm is not None  # it is open
+        count = self.batch if arm.tuner == TEMPLATE else self.batch * _SKETCHES_FOR_ONE
+        return _Pick(search, arm, count)
+
+    def _assumed_s(self, search: Search) -> float:
+        """What one call takes, or is thought to take at the speed of what has been measured."""
+        if search.best_s is not None:
+            return search.best_s
+        known = [(s.operator.flops, s.best_s) for s in self._searches if s.best_s is not None]
+        flops, seconds = (sum(column) for column in zip(*known, strict=True)) if known else (0.0, 0.0)
+        if not flops or not seconds:
+            return search.floor_s
+        return max(search.floor_s, search.operator.flops * seconds / flops)
+
+    @property
+    def _predicted_s(self) -> float | None:
+        """An inference as it would be compiled now; operators without a measured trial at the speed of the others."""
+        if all(search.best_s is None for search in self._searches):
+            return None
+        return sum(search.operator.weight * self._assumed_s(search) for search in self._searches)
+
+    # Candidates
+
+    def _propose(self, picks: Sequence[_Pick], seed: int) -> list[_Proposal]:
+        deadline_s = max(1.0, min(_PROPOSE_TIMEOUT_S, self._end_s - self.clock()))
+        asked: list[tuple[_Pick, list[Config]]] = []
+        steps = []
+        for offset, pick in enumerate(picks):
+            part_seed = (seed * 31 + offset) % (2**31 - 1) + 1
+            if pick.arm.tuner == TEMPLATE:
+                configs = self._choose_configs(pick, part_seed)
+                if not configs:
+                    pick.arm.exhausted = True
+                    continue
+                steps.append(self._scheduling(pick.arm.variant, configs))
+            else:
+                configs = []
+                steps.append(self._sketching(pick, part_seed, deadline_s))
+            asked.append((pick, configs))
+        proposals = []
+        for (pick, configs), answer in zip(
+            asked, self.server.call_all(steps, at_once=self.operators_at_once), strict=True
+        ):
+            if isinstance(answer, ChildFailed):
+                if self.clock() < self._end_s:
+                    self._proposal_failed(pick, configs, answer)
+            elif pick.arm.tuner == TEMPLATE:
+                proposals += self._scheduled(pick, configs, answer)
+            else:
+                proposals += self._sketched(pick, answer)
+        return proposals
+
+    def _choose_configs(self, pick: _Pick, seed: int) -> list[Config]:
+        workload = pick.arm.variant.workload
+        assert workload.template is not None
+        assert workload.geometry is not None
+        experience = self._experience[workload.template]
+        best = next((t.config for t, _ in self.records.top(workload.digest, 1) if t.config is not None), None)
+        return self._space(pick.arm.variant).choose(
+            pick.count,
+            known=self._tried(pick.arm.variant),
+            best=best,
+            near=experience.near(workload.digest, workload.geometry, _NEAREST) if best is None else (),
+            model=experience.model,
+            rng=random.Random(seed),
+        )
+
+    def _scheduling(self, variant: Variant, configs: list[Config]) -> Step:
+        assert variant.workload.template is not None
+        template = self.templates[variant.workload.template]
+        arguments = (variant.workload, template, self.cpu, configs)
+        return Step(forked_steps.schedule_configs, arguments, _SCHEDULE_TIMEOUT_S)
+
+    def _sketching(self, pick: _Pick, seed: int, deadline_s: float) -> Step:
+        workload = pick.arm.variant.workload
+        self._remember(pick.arm.variant)
+        model = None if pick.arm.unguided else self._sketch_model
+        parents = [
+            (trial.trace, trial.outcome.run_s)
+            for trial, _ in self.records.top(workload.digest, self.sketches.parents)
+            if isinstance(trial.outcome, Measured) and trial.config is None and trial.trace != _UNSCHEDULED
+        ]
+        # What was measured before is offered again, and what breaks the register rule comes last: ask for more.
+        count = 2 * pick.count + len(parents)
+        arguments = (self.target, workload, self.sketches, parents, model, self.cpu, count, seed)
+        return Step(forked_steps.propose, arguments, deadline_s)
+
+    def _scheduled(self, pick: _Pick, configs: Sequence[Config], traces: Sequence[str | None]) -> list[_Proposal]:
+        variant = pick.arm.variant
+        proposals = []
+        for config, trace in zip(configs, traces, strict=True):
+            if trace is None:
+                self._refused.setdefault(variant.workload.digest, set()).add(key_of(config))
+                self._warn(pick, f"template {variant.workload.template!r} cannot apply {json.dumps(dict(config))}")
+            else:
+                candidate = Candidate(variant.workload, trace, config)
+                if self.records.outcome(candidate) is None:
+                    proposals.append(_Proposal(pick, candidate))
+        return proposals
+
+    def _sketched(self, pick: _Pick, traces: Sequence[str]) -> list[_Proposal]:
+        workload = pick.arm.variant.workload
+        first = [_UNSCHEDULED] if pick.is_first else []
+        found = [Candidate(workload, trace) for trace in [*first, *traces]]
+        new = [candidate for candidate in found if self.records.outcome(candidate) is None][: pick.count]
+        pick.arm.empty_rounds = 0 if new else pick.arm.empty_rounds + 1
+        pick.arm.exhausted = pick.arm.empty_rounds >= _EMPTY_ROUNDS
+        return [_Proposal(pick, candidate) for candidate in new]
+
+    def _proposal_failed(self, pick: _Pick, configs: Sequence[Config], failure: ChildFailed) -> None:
+        if pick.arm.tuner == TEMPLATE:
+            # One of them hung or crashed; there are others.
+            refused = self._refused.setdefault(pick.arm.variant.workload.digest, set())
+            refused.update(key_of(config) for config in configs)
+        else:
+            # Evolution of some operators never returns from TVM's arithmetic; sampling them still does.
+            pick.arm.exhausted = pick.arm.unguided or self._sketch_model is None
+            pick.arm.unguided = True
+        self._warn(pick, f"proposal {failure}")
+
+    def _tried(self, variant: Variant) -> set[ConfigKey]:
+        digest = variant.workload.digest
+        return {*self.records.configs(digest), *self._refused.get(digest, ())}
+
+    def _space(self, variant: Variant) -> ConfigSpace:
+        workload = variant.workload
+        if workload.digest not in self._spaces:
+            assert workload.template is not None
+            template = self.templates[workload.template]
+            self._spaces[workload.digest] = ConfigSpace(template, workload.geometry or {}, self.cpu)
+        return self._spaces[workload.digest]
+
+    def _guess(self, operator: Operator) -> Choice:
+        for variant in operator.variants:
+            workload = variant.workload
+            if workload.template is None or workload.template not in self.templates:
+                continue
+            experience = self._experience[workload.template]
+            configs = self._space(variant).choose(
+                3,
+                known=self._tried(variant),
+                best=None,
+                near=experience.near(workload.digest, workload.geometry or {}, _NEAREST),
+                model=experience.model,
+                rng=random.Random(self._seed),
+            )
+            [answer] = self.server.call_all([self._scheduling(variant, configs)], at_once=1)
+            if isinstance(answer, ChildFailed):
+                self.report("warning", {"operator": operator.name, "message": f"first guess {answer}"})
+                continue
+            for config, trace in zip(configs, answer, strict=True):
+                if trace is not None:
+                    return Choice(variant, None, config, trace)
+        return Choice(operator.variants[0], None, None, None)
+
+    # Outcomes
 
     def _measure(
-        self, candidates: Sequence[Candidate], end_s: float, trials_before: int, trials: int
+        self, proposals: Sequence[_Proposal], trials_before: int, config: SearchConfig, end_s: float
     ) -> tuple[int, int]:
         """Build all, then run one after the other; nothing is built while something is measured."""
-        waiting: list[tuple[Candidate, Measured | Failed]] = []
+        waiting: list[tuple[_Proposal, Measured | Failed]] = []
         flushed_s = self.clock()
         tried = failed = 0
 
         def flush() -> None:
             """Into the store first: what an event says of a trial is true after a crash too."""
             nonlocal flushed_s
-            self.records.add([Trial(c.workload.digest, c.trace, outcome) for c, outcome in waiting])
-            for number, (candidate, outcome) in enumerate(waiting, start=trials_before + tried - len(waiting) + 1):
-                self._report_trial(candidate, outcome, number, trials)
+            self.records.add([_trial(p.candidate, outcome) for p, outcome in waiting])
+            for number, (proposal, outcome) in enumerate(waiting, start=trials_before + tried - len(waiting) + 1):
+                self._report_trial(proposal, outcome, number, config, end_s)
             waiting.clear()
             flushed_s = self.clock()
 
-        for candidate, built in zip(candidates, self.builder.build(candidates), strict=True):
+        before_s = {id(p.pick): (p.pick, p.pick.arm.best_s) for p in proposals}
+        built_all = self.builder.build([proposal.candidate for proposal in proposals])
+        for number, (proposal, built) in enumerate(zip(proposals, built_all, strict=True)):
             outcome: Measured | Failed
             if isinstance(built, Built):
-                if self.clock() >= end_s and tried:
+                if self.clock() >= self._end_s and tried:
+                    self._drop(built_all[number:])
                     break
-                outcome = self.runner.run(built)
-                self._learn(candidate, built, outcome)
+                best_s = proposal.pick.search.best_s
+                outcome = self.runner.run(built, None if best_s is None else _HOPELESS * best_s)
             else:
                 outcome = built
             tried += 1
             failed += isinstance(outcome, Failed)
-            waiting.append((candidate, outcome))
+            self._learn(proposal, built, outcome)
+            waiting.append((proposal, outcome))
             if self.clock() - flushed_s >= _FLUSH_S:
                 flush()
         if waiting:
             flush()
+        for pick, before in before_s.values():
+            pick.arm.end_round(before)
         return tried, failed
 
-    def _learn(self, candidate: Candidate, built: Built, outcome: Measured | Failed) -> None:
+    def _learn(self, proposal: _Proposal, built: Built | Failed, outcome: Measured | Failed) -> None:
+        candidate = proposal.candidate
+        workload = candidate.workload
+        median_s = outcome.median_s if isinstance(outcome, Measured) else None
+        proposal.pick.arm.observe(median_s)
+        if workload.template is not None and candidate.config is not None:
+            self._experience[workload.template].learn(workload.geometry or {}, _trial(candidate, outcome))
+        if not isinstance(built, Built):
+            return
         if built.features is not None:
-            median_s = outcome.median_s if isinstance(outcome, Measured) else None
-            self._samples[candidate.workload.digest, candidate.digest] = Sample(
-                candidate.workload.digest, built.features, median_s
+            sample = Sample(workload.digest, built.features, median_s)
+            self._samples[workload.digest, candidate.digest] = sample
+        # Libraries of an operator's best stay until they are compared; all others are removed at once.
+        kept = self._kept.setdefault(proposal.pick.search.operator.name, [])
+        if median_s is None:
+            self.builder.remove(built)
+        else:
+            kept.append((median_s, candidate, built))
+            kept.sort(key=lambda k: k[0])
+            best_s = kept[0][0]
+            while len(kept) > _CONFIRMED or kept[-1][0] > _CONFIRMED_RATIO * best_s:
+                self.builder.remove(kept.pop()[2])
+
+    def _drop(self, unused: Sequence[Built | Failed]) -> None:
+        for built in unused:
+            if isinstance(built, Built):
+                self.builder.remove(built)
+
+    # The best again
+
+    def _confirm(self, end_s: float) -> None:
+        """Measure the best few of each operator again, in turns, and choose by that.
+
+        The lowest of many noisy medians is too low (the winner's curse), and what the machine did at the time favours
+        one candidate over another; measured in turns they are comparable. Heavy operators come first, in case the time
+        does not suffice for all."""
+        searches = [s for s in self._searches if s.best_s is not None]
+        searches.sort(key=lambda s: -s.operator.weight * (s.best_s or 0.0))
+        for search in searches:
+            if self.clock() >= end_s:
+                break
+            contenders = self._contenders(search)
+            if len(contenders) < 2:
+                continue
+            candidates = [candidate for candidate, _ in contenders]
+            built = self._libraries(search, candidates)
+            runnable = [(c, b) for c, b in zip(candidates, built, strict=True) if isinstance(b, Built)]
+            outcomes = self.runner.compare([b for _, b in runnable])
+            self._drop(built)
+            if isinstance(outcomes, Failed):
+                self.report("warning", {"operator": search.operator.name, "message": f"comparing: {outcomes.message}"})
+                continue
+            for (candidate, _), outcome in zip(runnable, outcomes, strict=True):
+                self.records.confirm(candidate.workload.digest, {candidate.digest: outcome})
+            self._report_confirmed(
+                search, contenders, {c.digest: o for (c, _), o in zip(runnable, outcomes, strict=True)}
             )
+        for kept in self._kept.values():
+            self._drop([built for _, _, built in kept])
+        self._kept.clear()
 
-    def _remember(self, operators: Sequence[Operator]) -> None:
-        """Learn from what the store holds of these operators already."""
-        for operator in operators:
-            trials = [t for t in self.records.of(operator.workload.digest) if isinstance(t.outcome, Measured)]
-            if not trials:
-                continue
-            # Features cost as much as scheduling the candidate again: of many, a few from the best to the worst.
-            trials.sort(key=lambda t: (t.outcome.median_s if isinstance(t.outcome, Measured) else 0.0, t.trace_digest))
-            trials = trials[:: -(-len(trials) // _REMEMBERED)]
-            candidates = [Candidate(operator.workload, trial.trace) for trial in trials]
-            try:
-                found = self.server.call(
-                    forked_steps.featurize, self.target, candidates, deadline_s=_FEATURIZE_TIMEOUT_S
-                )
-            except ChildFailed:
-                continue
-            for trial, features in zip(trials, found, strict=True):
-                if features is not None and isinstance(trial.outcome, Measured):
-                    self._samples[trial.workload, trial.trace_digest] = Sample(
-                        trial.workload, features, trial.outcome.median_s
-                    )
-        self._train(0)
+    def _contenders(self, search: Search) -> list[tuple[Candidate, float]]:
+        """The best of an operator over all its variants, fastest first, with their medians."""
+        found = [
+            (median_s, order, Candidate(variant.workload, trial.trace, trial.config))
+            for order, variant in enumerate(search.operator.variants)
+            for trial, median_s in self.records.top(variant.workload.digest, _CONFIRMED)
+        ]
+        found.sort(key=lambda f: (f[0], f[1], f[2].digest))
+        return [(c, s) for s, _, c in found[:_CONFIRMED] if s <= _CONFIRMED_RATIO * found[0][0]]
 
-    def _train(self, seed: int) -> None:
-        """Train anew when a fifth more is known than the last time."""
-        if len(self._samples) < max(cost_model.MIN_SAMPLES, self._trained_on * 1.2):
+    def _libraries(self, search: Search, candidates: Sequence[Candidate]) -> list[Built | Failed]:
+        """Those that were kept, and those of earlier jobs built again."""
+        kept = {(c.workload.digest, c.digest): b for _, c, b in self._kept.pop(search.operator.name, [])}
+        missing = [c for c in candidates if (c.workload.digest, c.digest) not in kept]
+        again = dict(zip(missing, self.builder.build(missing), strict=True)) if missing else {}
+        wanted = [kept.pop((c.workload.digest, c.digest)) if c not in again else again[c] for c in candidates]
+        self._drop(list(kept.values()))
+        return wanted
+
+    # Cost models
+
+    def _remember(self, variant: Variant) -> None:
+        """Learn from what the store holds of a workload's sketches already."""
+        workload = variant.workload
+        if workload.digest in self._remembered:
+            return
+        self._remembered.add(workload.digest)
+        top = [(t, s) for t, s in self.records.top(workload.digest, 10**9) if t.config is None]
+        # Features cost as much as scheduling the candidate again: of many, a few from the best to the worst.
+        top = [(t, s) for t, s in top if (workload.digest, t.trace_digest) not in self._samples]
+        top = top[:: max(1, -(-len(top) // _REMEMBERED))]
+        if not top:
+            return
+        candidates = [Candidate(workload, trial.trace) for trial, _ in top]
+        try:
+            found = self.server.call_retrying(
+                forked_steps.featurize, self.target, candidates, deadline_s=_FEATURIZE_TIMEOUT_S
+            )
+        except ChildFailed:
+            return
+        for (trial, median_s), features in zip(top, found, strict=True):
+            if features is not None:
+                self._samples[workload.digest, trial.trace_digest] = Sample(workload.digest, features, median_s)
+        self._train(set())
+
+    def _train(self, templates: Collection[str | None]) -> None:
+        """Train anew what has learnt a fifth more than the last time."""
+        for name in sorted(name for name in templates if name is not None):
+            self._experience[name].train(self.server, self._seed)
+        if len(self._samples) < max(cost_model.MIN_SAMPLES, self._sketches_trained_on * 1.2):
             return
         try:
-            self._model = self.server.call(
-                cost_model.train, list(self._samples.values()), seed, deadline_s=_TRAIN_TIMEOUT_S
-            )
-            self._trained_on = len(self._samples)
+            model = self.server.call_retrying(
+                cost_model.train, list(self._samples.values()), self._seed, self._sketch_start,
+                deadline_s=_TRAIN_TIMEOUT_S,
+            )  # fmt: skip
         except ChildFailed as failure:
             self.report("warning", {"message": f"the cost model was not trained: {failure}"})
+            return
+        self._sketches_trained_on = len(self._samples)
+        self._sketch_model = model if model is not None else self._sketch_model
 
-    def _update(self, entry: _Progress) -> None:
-        best = self.records.best(entry.operator.workload.digest)
-        entry.best_s = None if best is None else best[1]
+    def _update_promises(self, picks: Sequence[_Pick]) -> None:
+        """What the cost models expect of what is left, for the arms that a round was spent on."""
+        for arm in [pick.arm for pick in picks if pick.arm.tuner == TEMPLATE]:
+            workload = arm.variant.workload
+            assert workload.template is not None
+            model = self._experience[workload.template].model
+            best = next((t.config for t, _ in self.records.top(workload.digest, 1) if t.config is not None), None)
+            if model is not None and best is not None:
+                arm.promise = self._space(arm.variant).promise(best, self._tried(arm.variant), model)
 
-    def _report_trial(self, candidate: Candidate, outcome: Measured | Failed, trial: int, trials: int) -> None:
-        best = self.records.best(candidate.workload.digest)
+    def _save(self) -> None:
+        """Cost models that have learnt something, for the jobs that come."""
+        for experience in self._experience.values():
+            experience.save()
+        if self._sketch_model is not None and self._sketches_trained_on:
+            trained_on = self._sketch_start_on + self._sketches_trained_on
+            note = "MetaSchedule's per-store features"
+            stored = StoredCostModel(_SKETCH_FORMAT, trained_on, self._sketch_model.booster_json, note)
+            self.records.put_cost_model(_SKETCH_MODEL, stored)
+
+    # Events
+
+    def _warn(self, pick: _Pick, message: str) -> None:
+        self.report(
+            "warning", {"operator": pick.search.operator.name, "variant": pick.arm.variant.name, "message": message}
+        )
+
+    def _report_trial(
+        self, proposal: _Proposal, outcome: Measured | Failed, trial: int, config: SearchConfig, end_s: float
+    ) -> None:
+        search, arm = proposal.pick.search, proposal.pick.arm
         self.report(
             "trial",
             {
+                "stage": "search",
                 "trial": trial,
-                "trials": trials,
-                "operator": self._names[candidate.workload.digest],
+                "trials": config.trials,
+                "operator": search.operator.name,
+                "variant": arm.variant.name,
+                "tuner": arm.tuner,
                 "outcome": "measured" if isinstance(outcome, Measured) else outcome.kind.value,
                 "message": None if isinstance(outcome, Measured) else outcome.message[:500],
                 "run_s": outcome.median_s if isinstance(outcome, Measured) else None,
-                "best_s": None if best is None else best[1],
+                "best_s": search.best_s,
+                "predicted_s": self._predicted_s,
+                "left_s": round(max(0.0, end_s - self.clock()), 1),
             },
         )
 
-    def _report_progress(
-        self,
-        progress: Sequence[_Progress],
-        chosen: Sequence[_Progress],
-        measured: int,
-        config: SearchConfig,
-        elapsed_s: float,
+    def _report_confirmed(
+        self, search: Search, contenders: Sequence[tuple[Candidate, float]], outcomes: Mapping[str, Measured]
     ) -> None:
+        """What the comparison in turns changed: the candidates in the order of the search, with both their times."""
+        self.report(
+            "progress",
+            {
+                "stage": "confirm",
+                "operator": search.operator.name,
+                "candidates": [
+                    {"trace": candidate.digest, "run_s": median_s, "confirmed_s": outcomes[candidate.digest].median_s}
+                    for candidate, median_s in contenders
+                    if candidate.digest in outcomes
+                ],
+            },
+        )
+
+    def _report_progress(self, picks: Sequence[_Pick], measured: int, config: SearchConfig, elapsed_s: float) -> None:
         """What a round came to: the operators that it was spent on, and the whole model as it would be built now."""
         self.report(
             "progress",
             {
+                "stage": "search",
                 "trials_measured": measured,
                 "trials": config.trials,
                 "elapsed_s": round(elapsed_s, 1),
                 "seconds": config.seconds,
                 "left_s": round(max(0.0, config.seconds - elapsed_s), 1),
-                "predicted_s": sum(entry.operator.weight * entry.now_s for entry in progress),
+                "predicted_s": self._predicted_s,
+                "unmeasured": sum(search.best_s is None for search in self._searches),
                 "operators": [
                     {
-                        "operator": e.operator.name,
-                        "rounds": e.rounds,
-                        "best_s": e.now_s,
-                        "untuned_s": e.operator.untuned_s,
+                        "operator": pick.search.operator.name,
+                        "variant": pick.arm.variant.name,
+                        "tuner": pick.arm.tuner,
+                        "trials": pick.arm.trials,
+                        "best_s": pick.search.best_s,
+                        "arm_best_s": pick.arm.best_s,
+                        "bound_s": pick.search.floor_s or None,
                     }
-                    for e in chosen
+                    for pick in picks
                 ],
             },
         )
+
+
+def _trial(candidate: Candidate, outcome: Measured | Failed) -> Trial:
+    return Trial(candidate.workload.digest, candidate.trace, outcome, candidate.config)

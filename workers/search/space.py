@@ -39,7 +39,3 @@ class Space:
             genetic_mutate_prob=0.85,
             eps_greedy=0.1,
         )
-
-
-#: `search.tuner` → the space it searches.
-SPACES = {"ansor": Space()}
