@@ -269,10 +269,19 @@ def devices(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
             _print_json({"devices": found})
             return
         rows = [
-            (d["name"], d["identity"]["arch"], str(d["workers"]), str(d["busy"]), str(d["queued"]), d["last_seen"])
+            (
+                d["name"],
+                d["identity"]["arch"],
+                str(d["workers"]),
+                str(d["busy"]),
+                str(d["queued"]),
+                _giga(d, "flops_per_s"),
+                _giga(d, "bytes_per_s"),
+                d["last_seen"],
+            )
             for d in found
         ]
-        _print_table(("device", "arch", "workers", "busy", "queued", "last seen"), rows)
+        _print_table(("device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "last seen"), rows)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -518,6 +527,12 @@ def _fetched(fetched: FetchedLibrary) -> dict[str, Any]:
 
 def _shapes(inputs: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={','.join(map(str, value['shape']))}" for name, value in inputs.items())
+
+
+def _giga(device: Mapping[str, Any], figure: str) -> str:
+    """A figure of the device's roof in 10^9 of its unit, or a dash while nobody has measured it."""
+    roof = device.get("roof")
+    return f"{roof[figure] / 1e9:.0f}" if roof else "-"
 
 
 def _short(value: Any) -> str:

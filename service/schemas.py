@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
+from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
 from tuning_db.errors import InvalidRequest, UnsupportedOption
 from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
 from tuning_db.keys import BuildOptions, QuantizationConfig, to_json
@@ -249,6 +250,26 @@ class JobPage(BaseModel):
     next: str | None = None  #: the address of the next page, while there is one
 
 
+class RoofOut(BaseModel):
+    """What the device was seen to do at most, in float32, on all its cores."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    flops_per_s_one_thread: float
+    measured_at: dt.datetime
+    toolchain: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, roof: Roof) -> Self:
+        return cls(
+            flops_per_s=roof.flops_per_s,
+            bytes_per_s=roof.bytes_per_s,
+            flops_per_s_one_thread=roof.flops_per_s_one_thread,
+            measured_at=roof.measured_at,
+            toolchain=asdict(roof.toolchain) if roof.toolchain else None,
+        )
+
+
 class DeviceOut(BaseModel):
     name: str
     identity: dict[str, Any]
@@ -258,6 +279,7 @@ class DeviceOut(BaseModel):
     workers: int
     busy: int
     queued: int
+    roof: RoofOut | None  #: null while nobody has measured it
 
     @classmethod
     def of(cls, device: Device) -> Self:
@@ -273,6 +295,7 @@ class DeviceOut(BaseModel):
             workers=device.workers,
             busy=device.busy,
             queued=device.queued,
+            roof=RoofOut.of(device.roof) if device.roof else None,
         )
 
 

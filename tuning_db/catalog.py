@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -91,6 +92,27 @@ def _bind_port(port: PortSpec, wanted: Mapping[str, Any] | None, symbols: dict[s
 
 
 @dataclass(frozen=True, slots=True)
+class Roof:
+    """The most that a device was seen to do, in float32: no kernel on it is faster than its work divided by this.
+
+    After the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785). ValueError for
+    figures that nothing can be divided by.
+    """
+
+    flops_per_s: float  #: on all cores of the identity; a fused multiply-add counts as two
+    bytes_per_s: float  #: between the cores and main memory, on all cores
+    flops_per_s_one_thread: float
+    measured_at: dt.datetime
+    toolchain: Toolchain | None = None  #: what compiled the kernels that were timed
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "bytes_per_s", "flops_per_s_one_thread"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}: a roof is a finite number above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A device as its worker last reported it. Slots, queue length and the like are derived, not stored here."""
 
@@ -101,6 +123,7 @@ class Device:
     workers: int = 1  #: workers of this identity seen within the last minute: its slots
     busy: int = 0  #: jobs RUNNING on it
     queued: int = 0  #: jobs QUEUED for it
+    roof: Roof | None = None  #: None while nobody has measured it
 
     @property
     def name(self) -> str:

@@ -68,6 +68,19 @@ class DeviceRow(Base):
     last_seen: Mapped[dt.datetime]
 
 
+class RoofRow(Base):
+    """The newest measurement of what a device can do at most, whichever worker made it."""
+
+    __tablename__ = "roofs"
+
+    device: Mapped[str] = mapped_column(String(128), primary_key=True)
+    flops_per_s: Mapped[float]
+    bytes_per_s: Mapped[float]
+    flops_per_s_one_thread: Mapped[float]
+    measured_at: Mapped[dt.datetime]
+    toolchain: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class JobRow(Base):
     __tablename__ = "jobs"
     __table_args__ = (

@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
-from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec
+from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
 from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
 from tuning_db.errors import (
     CacheMiss,
@@ -44,6 +44,7 @@ from tuning_db.models import (
     IdempotencyRow,
     JobRow,
     ModelRow,
+    RoofRow,
     ScopeRow,
     TrialRow,
     WorkloadRow,
@@ -199,6 +200,31 @@ class TuningStore:
 
         return self._read(read)
 
+    def put_roof(self, device: DeviceIdentity, roof: Roof) -> None:
+        """What the device can do at most, in place of what was measured before. Nobody need have reported it."""
+
+        def write(session: Session) -> None:
+            values = {
+                "flops_per_s": roof.flops_per_s,
+                "bytes_per_s": roof.bytes_per_s,
+                "flops_per_s_one_thread": roof.flops_per_s_one_thread,
+                "measured_at": roof.measured_at,
+                "toolchain": to_json(roof.toolchain),
+            }
+            row = self._insert(RoofRow).values(device=device.name, **values)
+            session.execute(row.on_conflict_do_update(index_elements=["device"], set_=values))
+
+        self._write(write)
+
+    def roof(self, device: DeviceIdentity) -> Roof | None:
+        """None if nobody has measured it."""
+
+        def read(session: Session) -> Roof | None:
+            row = session.get(RoofRow, device.name)
+            return None if row is None else _roof(row)
+
+        return self._read(read)
+
     def _devices(self, session: Session) -> list[Device]:
         counted = session.execute(
             select(JobRow.device, JobRow.state, func.count())
@@ -209,6 +235,7 @@ class TuningStore:
         by_name: dict[str, list[DeviceRow]] = {}
         for row in session.scalars(select(DeviceRow).order_by(DeviceRow.name, DeviceRow.last_seen, DeviceRow.worker)):
             by_name.setdefault(row.name, []).append(row)
+        roofs = {row.device: _roof(row) for row in session.scalars(select(RoofRow))}
         alive_since = self._clock() - WORKER_SEEN_WITHIN
         return [
             Device(
@@ -219,6 +246,7 @@ class TuningStore:
                 workers=sum(report.last_seen >= alive_since for report in reports),
                 busy=jobs.get((name, JobState.RUNNING.value), 0),
                 queued=jobs.get((name, JobState.QUEUED.value), 0),
+                roof=roofs.get(name),
             )
             for name, reports in by_name.items()
         ]
@@ -837,6 +865,16 @@ def _job_row(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
     if row is None:
         raise NotFound(f"no job {job_id!r}; list them with: tunery jobs")
     return row
+
+
+def _roof(row: RoofRow) -> Roof:
+    return Roof(
+        flops_per_s=row.flops_per_s,
+        bytes_per_s=row.bytes_per_s,
+        flops_per_s_one_thread=row.flops_per_s_one_thread,
+        measured_at=row.measured_at,
+        toolchain=None if row.toolchain is None else Toolchain.from_json(row.toolchain),
+    )
 
 
 def _known_workloads(session: Session, scope: RecordScope, digests: set[str]) -> dict[str, tuple[int, str | None]]:

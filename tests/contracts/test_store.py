@@ -30,7 +30,7 @@ from tests.samples import (
     make_workload,
     sha256,
 )
-from tuning_db.catalog import ModelInfo, PortSpec
+from tuning_db.catalog import ModelInfo, PortSpec, Roof
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import (
     CacheMiss,
@@ -212,6 +212,37 @@ class TestDevices:
         store.submit(make_spec("three"))
         store.submit(make_spec("elsewhere", device=replace(DEVICE, cores=4)))
         assert (store.device(DEVICE.name).busy, store.device(DEVICE.name).queued) == (1, 2)
+
+
+class TestRoofs:
+    ROOF = Roof(4.1e11, 3.8e10, 2.1e11, BEGINNING, TOOLCHAIN)
+
+    def test_newest_stays(self, store: TuningStore) -> None:
+        """A roof comes back as it was measured, and is what the device's listing shows; a later one replaces it."""
+        store.report_device("w1", DEVICE, TARGET, TOOLCHAIN)
+        assert store.roof(DEVICE) is None
+        assert store.device(DEVICE.name).roof is None
+        store.put_roof(DEVICE, self.ROOF)
+        assert store.roof(DEVICE) == self.ROOF == store.device(DEVICE.name).roof
+        later = Roof(1 / 3, 2e9, 1e300, BEGINNING + dt.timedelta(days=1))
+        store.put_roof(DEVICE, later)
+        assert store.roof(DEVICE) == later == store.devices()[0].roof
+
+    def test_of_one_device(self, store: TuningStore) -> None:
+        """Another number of cores is another device with another roof; one that nobody has reported may have one."""
+        store.put_roof(DEVICE, self.ROOF)
+        other = replace(DEVICE, cores=4)
+        assert store.roof(other) is None
+        assert store.devices() == []
+        store.report_device("w1", other, TARGET, TOOLCHAIN)
+        store.report_device("w2", DEVICE, TARGET, TOOLCHAIN)
+        assert {device.identity: device.roof for device in store.devices()} == {other: None, DEVICE: self.ROOF}
+
+    def test_at_once(self, store: TuningStore) -> None:
+        """Workers of one device that measure at once all succeed, and one figure is kept."""
+        roofs = [replace(self.ROOF, flops_per_s=1e9 + n) for n in range(8)]
+        at_once(8, lambda n: store.put_roof(DEVICE, roofs[n]))
+        assert store.roof(DEVICE) in roofs
 
 
 class TestSubmit:
@@ -1334,10 +1365,12 @@ class TestDatabase:
         store.report_device("w1", DEVICE, TARGET, TOOLCHAIN)
         store.add_model(TestModels.MODEL)
         claim, job = running(store)
-        workload = make_workload()
+        workload = made_for("conv2d", n=1)
         scope = job.spec.key.record_scope()
         store.put_workloads(scope, [workload])
-        store.add_trials(claim, scope, [make_trial(workload, 1)])
+        store.add_trials(claim, scope, [configured(workload, 1)])
+        store.put_cost_model(scope, "conv2d", TestCostModels.MODEL)
+        store.put_roof(DEVICE, TestRoofs.ROOF)
         store.publish(claim, LIBRARY, 0.01, {})
         store.close()
         end = begin(url)
@@ -1350,6 +1383,9 @@ class TestDatabase:
             assert len(store.jobs()) == 1
             assert len(store.events(job.id)) == 3
             assert len(list(store.trials(scope, [workload.digest]))) == 1
+            assert len(store.experience(scope, "conv2d", 10)) == store.experience_count(scope, "conv2d") == 1
+            assert store.cost_model(scope, "conv2d") == TestCostModels.MODEL
+            assert store.roof(DEVICE) == TestRoofs.ROOF
             assert store.find_artifact(make_key()) == store.artifact(make_key().digest())
             assert store.blob_is_referenced(LIBRARY[0])
         finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, _
 from tests.samples import DEVICE
 from tests.service.conftest import Service, relu_model
 from tests.service.test_client import answering
+from tuning_db.catalog import Roof
 from tuning_db.jobs import TUNERS, JobError, JobState
 from tuning_db.migrations import check_schema
 
@@ -253,6 +256,16 @@ def test_tables(service: Service, model: str, batch: int) -> None:
     header, row = jobs.stdout.splitlines()
     assert header.split("\t") == ["job", "state", "trials", "device", "inputs", "key"]
     assert row.split("\t") == [job["id"], "QUEUED", "0", DEVICE.name, f"x={batch},4", job["key"]]
+
+
+def test_roofs_in_the_table(own_service: Callable[..., Any]) -> None:
+    """`devices` shows what a device can do at most, and a dash while nobody has measured it."""
+    with own_service() as service:
+        for figures in (["-", "-"], ["412", "38"]):
+            header, row = (line.split("\t") for line in tunery(service, "devices").stdout.splitlines())
+            assert header == ["device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "last seen"]
+            assert row[:7] == [DEVICE.name, "x86_64", "1", "0", "0", *figures]
+            service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, dt.datetime.now(dt.UTC)))
 
 
 def test_ids_stay_whole_in_a_terminal(service: Service, batch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import sqlite3
 import sys
@@ -15,8 +16,9 @@ import pytest
 
 from tests.samples import DEVICE, TARGET, TOOLCHAIN
 from tests.service.conftest import Service, relu_model
+from tuning_db.catalog import Roof
 from tuning_db.jobs import JobError
-from tuning_db.keys import DeviceIdentity
+from tuning_db.keys import DeviceIdentity, to_json
 
 #: An inspector that refuses everything: whoever is answered did not need it.
 NO_INSPECTOR = (sys.executable, "-c", "raise SystemExit(1)")
@@ -206,6 +208,27 @@ def test_devices_by_name_and_attributes(own_service: Callable[..., Any]) -> None
         assert (shown["identity"]["model"], shown["queued"], shown["workers"]) == ("Other", 1, 1)
         listed = service.http.get("/v1/jobs", params={"device": other.name}).json()["jobs"]
         assert [job["id"] for job in listed] == [chosen.json()["id"]]
+
+
+def test_device_shows_its_roof(own_service: Callable[..., Any]) -> None:
+    """A device's roof is null until somebody has measured it, and then stands in the list and by name."""
+    with own_service() as service:
+        for path in ("/v1/devices", f"/v1/devices/{DEVICE.name}"):
+            answer = service.http.get(path).json()
+            assert (answer["devices"][0] if "devices" in answer else answer)["roof"] is None
+        measured_at = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+        service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, measured_at, TOOLCHAIN))
+        shown = service.http.get(f"/v1/devices/{DEVICE.name}").json()
+        assert shown["roof"] == {
+            "flops_per_s": 4.12e11,
+            "bytes_per_s": 3.8e10,
+            "flops_per_s_one_thread": 2.1e11,
+            "measured_at": "2026-03-01T00:00:00Z",
+            "toolchain": to_json(TOOLCHAIN),
+        }
+        assert service.http.get("/v1/devices").json()["devices"] == [shown]
+        service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, measured_at))
+        assert service.http.get(f"/v1/devices/{DEVICE.name}").json()["roof"]["toolchain"] is None
 
 
 def test_no_device_yet(own_service: Callable[..., Any]) -> None:

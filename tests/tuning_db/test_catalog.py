@@ -1,7 +1,9 @@
-"""ModelInfo.bind: every dimension bound, or an error that names input and dimension."""
+"""ModelInfo.bind: every dimension bound, or an error that names input and dimension. Roofs: figures to divide by."""
 
 from __future__ import annotations
 
+import datetime as dt
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.samples import sha256
-from tuning_db.catalog import ModelInfo, PortSpec
+from tuning_db.catalog import ModelInfo, PortSpec, Roof
 from tuning_db.errors import InvalidRequest, ShapeMismatch
 from tuning_db.keys import DTYPES, TensorSpec
 
@@ -92,3 +94,12 @@ def test_refused(shapes: dict[str, Any], field: str, words: list[str]) -> None:
     assert caught.value.field == field
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["flops_per_s", "bytes_per_s", "flops_per_s_one_thread"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_no_roof(field: str, value: float) -> None:
+    """A figure that nothing can be divided by is a measurement that failed, not a roof."""
+    roof = Roof(4e11, 4e10, 2e11, dt.datetime.now(dt.UTC))
+    with pytest.raises(ValueError, match=field):
+        replace(roof, **{field: value})

@@ -38,6 +38,15 @@ def upgrade() -> None:
         sa.Column("last_seen", MOMENT, nullable=False),
     )
     op.create_table(
+        "roofs",
+        sa.Column("device", sa.String(128), primary_key=True),
+        sa.Column("flops_per_s", sa.Double(), nullable=False),
+        sa.Column("bytes_per_s", sa.Double(), nullable=False),
+        sa.Column("flops_per_s_one_thread", sa.Double(), nullable=False),
+        sa.Column("measured_at", MOMENT, nullable=False),
+        sa.Column("toolchain", sa.JSON()),
+    )
+    op.create_table(
         "jobs",
         sa.Column("number", SERIAL, primary_key=True),
         sa.Column("id", sa.String(32), nullable=False, unique=True),
