@@ -1,0 +1,285 @@
+"""The computations that our templates schedule, in blocked layout: convolution, depthwise, pooling, Winograd, copies.
+
+Data is NCHW[x]c: [batch, channel block, height, width, block], one block one cache line or more of channels. Which
+channel a slot holds is the graph's business (`workers.graph.layout`): a computation knows slots only, and slots that
+hold no channel are multiplied by weights of zero.
+
+Every function of this module is a `PrimFunc` with the parameters data, weights, tables, other inputs of its prologue
+and epilogue, result. Its blocks have fixed names, by which templates find them: `stage` (data padded, gathered or put
+through the prologue), `sum` (the reduction), `result` (the epilogue, written to the last parameter).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import te, tirx
+
+from workers.graph.pointwise import Program
+from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
+
+Shape5 = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A program and the shapes of its other inputs; an axis of length 1 is broadcast."""
+
+    program: Program = field(default_factory=Program)
+    inputs: tuple[Shape5, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.program.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How a window moves over height and width."""
+
+    kernel: tuple[int, int] = (1, 1)
+    strides: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)  #: top, left, bottom, right
+
+    def extent(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the result."""
+        top, left, bottom, right = self.padding
+        reach_h, reach_w = ((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+        return (
+            (height + top + bottom - reach_h) // self.strides[0] + 1,
+            (width + left + right - reach_w) // self.strides[1] + 1,
+        )
+
+    @property
+    def is_point(self) -> bool:
+        return self.kernel == (1, 1) and self.padding == (0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution over blocked data, with what is fused to it.
+
+    `plain_channels` is the number of channels of data that comes as plain NCHW, 0 where it comes blocked. With `table`
+    slots of input are chosen for each block of output by a table [out_blocks, table] of slot numbers (groups that are
+    no multiple of a block, shuffled channels); without, group g of `groups` reads its own run of blocks.
+    """
+
+    batch: int
+    in_blocks: int
+    height: int
+    width: int
+    out_blocks: int
+    block: int
+    in_slots: int  #: slots of input that hold channels, from the first to the last
+    window: Window = field(default_factory=Window)
+    groups: int = 1
+    table: int = 0
+    plain_channels: int = 0
+    prologue: Fused = field(default_factory=Fused)
+    epilogue: Fused = field(default_factory=Fused)
+
+    @property
+    def unit(self) -> int:
+        """Input channels that are summed by the innermost loop: the largest that wastes no more than it must."""
+        if self.table:
+            return self.table
+        if self.plain_channels:
+            return self.plain_channels
+        if self.groups > 1 or self.in_slots % self.block == 0:
+            return self.block
+        if self.in_slots < self.block:
+            return self.in_slots
+        return next(unit for unit in (8, 4, 2, 1) if -(-self.in_slots // unit) * unit - self.in_slots < 4)
+
+    @property
+    def in_units(self) -> int:
+        """Runs of `unit` channels that one block of output sums over."""
+        if self.table or self.plain_channels:
+            return 1
+        if self.groups > 1:
+            return self.in_blocks // self.groups
+        return -(-self.in_slots // self.unit)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_blocks, self.in_units, *self.window.kernel, self.unit, self.block)
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        if self.plain_channels:
+            return (self.batch, self.plain_channels, self.height, self.width)
+        return (self.batch, self.in_blocks, self.height, self.width, self.block)
+
+    @property
+    def result_shape(self) -> Shape5:
+        return (self.batch, self.out_blocks, *self.window.extent(self.height, self.width), self.block)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of one call, those on empty slots included."""
+        n, o, h, w, v = self.result_shape
+        return 2.0 * n * o * h * w * v * self.in_units * self.unit * self.window.kernel[0] * self.window.kernel[1]
+
+
+def convolution_variants(conv: Convolution, *, winograd: bool) -> dict[str, tvm.tirx.PrimFunc]:
+    """Every computation of this convolution that may be the fastest, by name. All have equal data, other inputs and
+    result; their weights differ (`pack`)."""
+    variants = {}
+    if conv.window.is_point:
+        variants["flat"] = flat(conv)
+    else:
+        variants["direct"] = direct(conv)
+    return variants
+
+
+def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
+    """The sum over channels and window, pixel by pixel."""
+    (top, left, _, _), (sh, sw), (dh, dw) = conv.window.padding, conv.window.strides, conv.window.dilation
+    kh_, kw_ = conv.window.kernel
+    n_, o_, oh_, ow_, v_ = conv.result_shape
+    data, weight, tables, pre, post = _parameters(conv, conv.weight_shape)
+    load = _loader(conv, data, pre)
+    staged = bool(conv.prologue) or any(conv.window.padding) or conv.plain_channels
+    read = load
+    if staged:
+        reach_h, reach_w = (oh_ - 1) * sh + (kh_ - 1) * dh + 1, (ow_ - 1) * sw + (kw_ - 1) * dw + 1
+        shape = (n_, 1 if conv.plain_channels else conv.in_blocks, reach_h, reach_w, conv.plain_channels or conv.block)
+
+        def inside(h: Any, w: Any) -> Any:
+            tests = []
+            if top:
+                tests.append(h >= top)
+            if reach_h - top > conv.height:
+                tests.append(h < conv.height + top)
+            if left:
+                tests.append(w >= left)
+            if reach_w - left > conv.width:
+                tests.append(w < conv.width + left)
+            return tests
+
+        def pad(n: Any, c: Any, h: Any, w: Any, i: Any) -> Any:
+            value, tests = load(n, c, h - top, w - left, i), inside(h, w)
+            return te.if_then_else(te.all(*tests), value, tirx.const(0, "float32")) if tests else value
+
+        stage = te.compute(shape, pad, name="stage")
+        read = lambda n, c, h, w, i: stage[n, c, h, w, i]  # noqa: E731
+    ic, kh, kw, ii = (
+        te.reduce_axis((0, extent), name)
+        for extent, name in zip((conv.in_units, kh_, kw_, conv.unit), ("ic", "kh", "kw", "ii"), strict=True)
+    )
+    slot = _slots(conv, tables)
+
+    def product(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        block, lane = slot(o, ic, ii)
+        term = read(n, block, h * sh + kh * dh, w * sw + kw * dw, lane) * weight[o, ic, kh, kw, ii, v]
+        return te.sum(term, axis=[ic, kh, kw, ii])
+
+    total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
+    finish = _epilogue(conv.epilogue, post)
+    result = te.compute((n_, o_, oh_, ow_, v_), lambda *index: finish(total[index], index), name="result")
+    geometry = {
+        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "kh": kh_, "kw": kw_, "ii": conv.unit,
+        "stride": sw, "staged": int(bool(staged)), "in_bytes": 4 * n_ * conv.in_blocks * conv.height * conv.width * v_,
+        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
+    }  # fmt: skip
+    return _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
+
+
+def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
+    """A window of one pixel: pixels are one axis, whatever the width. Strides need the pixels gathered first."""
+    n_, o_, oh_, ow_, v_ = conv.result_shape
+    sh, sw = conv.window.strides
+    pixels = oh_ * ow_
+    data, weight, tables, pre, post = _parameters(conv, conv.weight_shape)
+    load = _loader(conv, data, pre)
+    staged = bool(conv.prologue) or (sh, sw) != (1, 1) or bool(conv.plain_channels)
+
+    def pixel(n: Any, c: Any, p: Any, i: Any) -> Any:
+        return load(n, c, (p // ow_) * sh, (p % ow_) * sw, i)
+
+    read = pixel
+    if staged:
+        shape = (n_, 1 if conv.plain_channels else conv.in_blocks, pixels, conv.plain_channels or conv.block)
+        stage = te.compute(shape, pixel, name="stage")
+        read = lambda n, c, p, i: stage[n, c, p, i]  # noqa: E731
+    ic, ii = te.reduce_axis((0, conv.in_units), "ic"), te.reduce_axis((0, conv.unit), "ii")
+    slot = _slots(conv, tables)
+
+    def product(n: Any, o: Any, p: Any, v: Any) -> Any:
+        block, lane = slot(o, ic, ii)
+        return te.sum(read(n, block, p, lane) * weight[o, ic, 0, 0, ii, v], axis=[ic, ii])
+
+    total = te.compute((n_, o_, pixels, v_), product, name="sum")
+    finish = _epilogue(conv.epilogue, post)
+    result = te.compute(
+        (n_, o_, pixels, v_),
+        lambda n, o, p, v: finish(total[n, o, p, v], (n, o, p // ow_, p % ow_, v)),
+        name="result",
+    )
+    geometry = {
+        "n": n_, "o": o_, "h": 1, "w": pixels, "v": v_, "ic": conv.in_units, "kh": 1, "kw": 1, "ii": conv.unit,
+        "stride": sw, "staged": int(staged), "in_bytes": 4 * n_ * conv.in_blocks * conv.height * conv.width * v_,
+        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
+    }  # fmt: skip
+    function = _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
+    # The graph's tensors have height and width: the flat pixel axis is a matter of this computation alone.
+    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
+    schedule.transform_layout(
+        schedule.get_sblock("result"), ("write", 0), lambda n, o, p, v: (n, o, p // ow_, p % ow_, v)
+    )
+    return schedule.mod["main"]
+
+
+def _parameters(conv: Convolution, weight_shape: Sequence[int]) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
+    data = te.placeholder(conv.data_shape, name="data")
+    weight = te.placeholder(tuple(weight_shape), name="weight")
+    tables = [te.placeholder((conv.out_blocks, conv.table), "int32", name="table")] if conv.table else []
+    pre = [te.placeholder(shape, name=f"pre{k}") for k, shape in enumerate(conv.prologue.inputs)]
+    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(conv.epilogue.inputs)]
+    return data, weight, tables, pre, post
+
+
+def _loader(conv: Convolution, data: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """One element of the data after the prologue, by batch, block, height, width and lane."""
+    if conv.plain_channels:
+        return lambda n, c, h, w, i: data[n, i, h, w]
+
+    def load(n: Any, c: Any, h: Any, w: Any, i: Any) -> Any:
+        index = (n, c, h, w, i)
+        return conv.prologue.program.evaluate(data[index], [at(tensor, index) for tensor in inputs])
+
+    return load
+
+
+def _slots(conv: Convolution, tables: Sequence[Any]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Which block and lane of the data the sum reads, for a block of output and a place in the sum."""
+    block = conv.block
+    if conv.table:
+        return lambda o, ic, ii: (tables[0][o, ii] // block, tables[0][o, ii] % block)
+    if conv.plain_channels:
+        return lambda o, ic, ii: (0, ii)
+    if conv.groups > 1:
+        per_group, out_per_group = conv.in_blocks // conv.groups, conv.out_blocks // conv.groups
+        return lambda o, ic, ii: ((o // out_per_group) * per_group + ic, ii)
+    if conv.unit == block or conv.in_slots < block:
+        return lambda o, ic, ii: (ic, ii)
+    return lambda o, ic, ii: ((ic * conv.unit + ii) // block, (ic * conv.unit + ii) % block)
+
+
+def at(tensor: Any, index: Sequence[Any]) -> Any:
+    """The element of a tensor that is broadcast over its axes of length 1."""
+    return tensor[tuple(0 if int(size) == 1 else i for size, i in zip(tensor.shape, index, strict=True))]
+
+
+def _epilogue(fused: Fused, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any]:
+    return lambda value, index: fused.program.evaluate(value, [at(tensor, index) for tensor in inputs])
+
+
+def _function(tensors: Sequence[Any], template: str, geometry: Mapping[str, int]) -> tvm.tirx.PrimFunc:
+    function = te.create_prim_func(list(tensors))
+    text = json.dumps(dict(geometry), sort_keys=True)
+    return function.with_attr({TEMPLATE_ATTR: template, GEOMETRY_ATTR: text, "tirx.noalias": True})

@@ -1,0 +1,95 @@
+"""Chains of elementwise operators as one expression: what is fused in front of and behind a computation of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tvm import tirx
+
+#: What a step reads: ("value", 0) is what the chain begins with, ("input", k) another tensor, ("step", i) an earlier
+#: step's result, ("number", x) a constant.
+Ref = tuple[str, int | float]
+VALUE: Final[Ref] = ("value", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One elementwise operator, by its Relax name without the namespace."""
+
+    operator: str
+    arguments: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Elementwise steps on one value and other inputs; the last step is the result, no step is the value itself."""
+
+    steps: tuple[Step, ...] = ()
+
+    def evaluate(self, value: tirx.PrimExpr, inputs: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
+        """The result for one element. `inputs` are the elements of the other tensors at the same place."""
+        results: list[tirx.PrimExpr] = []
+
+        def read(reference: Ref) -> tirx.PrimExpr:
+            kind, which = reference
+            if kind == "value":
+                return value
+            if kind == "input":
+                return inputs[int(which)]
+            if kind == "step":
+                return results[int(which)]
+            return _number(which)
+
+        for step in self.steps:
+            results.append(OPERATORS[step.operator](*map(read, step.arguments)))
+        return results[-1] if results else value
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it may be computed anew for every use: no transcendental function in it."""
+        return not any(step.operator in _COSTLY for step in self.steps)
+
+
+def _number(value: float) -> tirx.PrimExpr:
+    return tirx.const(float(value), "float32")
+
+
+def _clip(x: tirx.PrimExpr, low: tirx.PrimExpr, high: tirx.PrimExpr) -> tirx.PrimExpr:
+    return tirx.min(tirx.max(x, low), high)
+
+
+def _sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    return tirx.sigmoid(x)
+
+
+def _leaky(x: tirx.PrimExpr, alpha: tirx.PrimExpr) -> tirx.PrimExpr:
+    return tirx.Select(x > _number(0), x, x * alpha)
+
+
+#: Elementwise operators that are fused, for float32: Relax's name → the expression.
+OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: a / b,
+    "maximum": tirx.max,
+    "minimum": tirx.min,
+    "negative": lambda a: -a,
+    "abs": tirx.abs,
+    "square": lambda a: a * a,
+    "sqrt": tirx.sqrt,
+    "exp": tirx.exp,
+    "erf": tirx.erf,
+    "tanh": tirx.tanh,
+    "sigmoid": _sigmoid,
+    "relu": lambda a: tirx.max(a, _number(0)),
+    "clip": _clip,
+    "leakyrelu": _leaky,
+    "silu": lambda a: a * _sigmoid(a),
+}
+
+_COSTLY: Final = frozenset({"exp", "erf", "tanh", "sigmoid", "silu", "sqrt", "divide"})
+#: Steps after which a lane that holds no channel may hold something that is not a finite number.
+UNSAFE_ON_PADDING: Final = frozenset({"divide", "exp", "sqrt"})

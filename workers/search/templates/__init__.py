@@ -1,0 +1,1 @@
+"""Schedule templates: for each kind of computation, the few schedules worth trying and how each is written."""
