@@ -221,7 +221,7 @@ class TuningStore:
 
         def read(session: Session) -> Roof | None:
             row = session.get(RoofRow, device.name)
-            return None if row is None else _roof(row)
+            return None if row is None else _readable_roof(row)
 
         return self._read(read)
 
@@ -232,23 +232,25 @@ class TuningStore:
             .group_by(JobRow.device, JobRow.state)
         )
         jobs = {(device, state): count for device, state, count in counted}
-        by_name: dict[str, list[DeviceRow]] = {}
+        by_name: dict[str, list[tuple[DeviceRow, DeviceIdentity, Toolchain]]] = {}
         for row in session.scalars(select(DeviceRow).order_by(DeviceRow.name, DeviceRow.last_seen, DeviceRow.worker)):
-            by_name.setdefault(row.name, []).append(row)
-        roofs = {row.device: _roof(row) for row in session.scalars(select(RoofRow))}
+            if (said := _readable_report(row)) is not None:
+                by_name.setdefault(row.name, []).append((row, *said))
+        roofs = {row.device: _readable_roof(row) for row in session.scalars(select(RoofRow))}
         alive_since = self._clock() - WORKER_SEEN_WITHIN
         return [
             Device(
-                identity=DeviceIdentity.from_json(reports[-1].identity),
-                target=reports[-1].target,
-                toolchain=Toolchain.from_json(reports[-1].toolchain),
-                last_seen=reports[-1].last_seen,
-                workers=sum(report.last_seen >= alive_since for report in reports),
+                identity=identity,
+                target=newest.target,
+                toolchain=toolchain,
+                last_seen=newest.last_seen,
+                workers=sum(row.last_seen >= alive_since for row, _, _ in reports),
                 busy=jobs.get((name, JobState.RUNNING.value), 0),
                 queued=jobs.get((name, JobState.QUEUED.value), 0),
                 roof=roofs.get(name),
             )
             for name, reports in by_name.items()
+            for newest, identity, toolchain in reports[-1:]
         ]
 
     # jobs, as the API sees them
@@ -305,7 +307,9 @@ class TuningStore:
                 job = _readable_job(row)
                 if job is not None and job.spec.search.covers(spec.search):
                     return row
-            if session.get(ArtifactRow, digest) is None:
+            # Without a library that is served, no finished job is an answer.
+            artifact = session.get(ArtifactRow, digest)
+            if artifact is None or _readable_artifact(artifact) is None:
                 return None
         return None
 
@@ -345,7 +349,8 @@ class TuningStore:
     def jobs(
         self, *, states: Sequence[JobState] = (), device: str | None = None, limit: int = 50, before: str | None = None
     ) -> list[Job]:
-        """Newest first; `before` is the id of the last job of the page before."""
+        """Newest first; `before` is the id of the last job of the page before. As many as `limit` while there are so
+        many, those of other versions, which cannot be read, not counted."""
 
         def read(session: Session) -> list[Job]:
             statement = select(JobRow).order_by(JobRow.number.desc()).limit(limit)
@@ -355,7 +360,12 @@ class TuningStore:
                 statement = statement.where(JobRow.device == device)
             if before is not None:
                 statement = statement.where(JobRow.number < _job_row(session, before).number)
-            return [job for row in session.scalars(statement) if (job := _readable_job(row)) is not None]
+            found: list[Job] = []
+            rows = session.scalars(statement).all()
+            while rows and len(found) < limit:
+                found += _readable(rows)
+                rows = session.scalars(statement.where(JobRow.number < rows[-1].number)).all()
+            return found[:limit]
 
         return self._read(read)
 
@@ -546,10 +556,11 @@ class TuningStore:
                         continue
                     try:
                         outcome = Failed(FailureKind(kind), message) if run_s is None else Measured(tuple(run_s))
-                    except ValueError:
-                        _log.warning("trace %s failed with %r, which this version does not know", digest, kind)
+                        trial = Trial(names[number], trace, outcome, config)
+                    except ValueError as error:
+                        _log.warning("trace %s has an outcome that this version does not know: %s", digest, error)
                         continue
-                    yield Trial(names[number], trace, outcome, config)
+                    yield trial
 
     def experience(self, scope: RecordScope, template: str, limit: int) -> list[Experience]:
         """What became of the template's configurations, of all its workloads within exactly this scope: the newest
@@ -625,6 +636,9 @@ class TuningStore:
                     latency_s=math.inf,
                 )
                 session.add(row)
+            elif _readable_artifact(row) is None:
+                # It is served to nobody, so that its latency says nothing: else the key would stay a miss for ever.
+                row.model, row.device, row.key, row.latency_s = key.model, key.device.name, key.to_json(), math.inf
             if latency_s < row.latency_s:
                 row.revision += 1
                 row.library, row.size_bytes = artifact_blob
@@ -867,14 +881,28 @@ def _job_row(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
     return row
 
 
-def _roof(row: RoofRow) -> Roof:
-    return Roof(
-        flops_per_s=row.flops_per_s,
-        bytes_per_s=row.bytes_per_s,
-        flops_per_s_one_thread=row.flops_per_s_one_thread,
-        measured_at=row.measured_at,
-        toolchain=None if row.toolchain is None else Toolchain.from_json(row.toolchain),
-    )
+def _readable_report(row: DeviceRow) -> tuple[DeviceIdentity, Toolchain] | None:
+    """None for one of another version, which must not keep all other devices from being used."""
+    try:
+        return DeviceIdentity.from_json(row.identity), Toolchain.from_json(row.toolchain)
+    except (ValueError, LookupError, TypeError) as error:
+        _log.warning("worker %s reports %s as another version of Tunery does: %s", row.worker, row.name, error)
+        return None
+
+
+def _readable_roof(row: RoofRow) -> Roof | None:
+    """None for one of another version, or of figures that cannot be: as if nobody had measured."""
+    try:
+        return Roof(
+            flops_per_s=row.flops_per_s,
+            bytes_per_s=row.bytes_per_s,
+            flops_per_s_one_thread=row.flops_per_s_one_thread,
+            measured_at=row.measured_at,
+            toolchain=None if row.toolchain is None else Toolchain.from_json(row.toolchain),
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        _log.warning("the roof of %s cannot be read: %s", row.device, error)
+        return None
 
 
 def _known_workloads(session: Session, scope: RecordScope, digests: set[str]) -> dict[str, tuple[int, str | None]]:
@@ -920,8 +948,11 @@ def experience_query(scope: RecordScope, template: str, limit: int) -> Select[tu
 
 
 def _unedited_workload(row: WorkloadRow) -> Workload | None:
-    workload = Workload(row.structural_hash, row.module, row.template, row.geometry)
-    if workload.digest != row.digest:
+    try:
+        workload = Workload(row.structural_hash, row.module, row.template, row.geometry)
+    except ValueError:
+        workload = None
+    if workload is None or workload.digest != row.digest:
         _log.error("workload %s was edited in the database; its records are not used", row.digest)
         return None
     return workload

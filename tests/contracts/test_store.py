@@ -204,6 +204,15 @@ class TestDevices:
             store.device("nothing")
         assert caught.value.candidates == (DEVICE.name,)
 
+    @pytest.mark.parametrize("column", ["identity", "toolchain"])
+    def test_report_of_another_version(self, store: TuningStore, database_url: str, column: str) -> None:
+        """A report that this version cannot read hides neither other devices nor the device's other workers."""
+        other = replace(DEVICE, cores=4)
+        for worker, device in (("w1", DEVICE), ("w2", DEVICE), ("w3", other)):
+            store.report_device(worker, device, TARGET, TOOLCHAIN)
+        run_sql(database_url, f"""UPDATE devices SET {column} = '{{"shape":"round"}}' WHERE worker = 'w2'""")
+        assert {device.identity: device.workers for device in store.devices()} == {DEVICE: 1, other: 1}
+
     def test_jobs_are_counted(self, store: TuningStore) -> None:
         """A device says how many jobs run on it and how many wait for it."""
         store.report_device("w1", DEVICE, TARGET, TOOLCHAIN)
@@ -237,6 +246,15 @@ class TestRoofs:
         store.report_device("w1", other, TARGET, TOOLCHAIN)
         store.report_device("w2", DEVICE, TARGET, TOOLCHAIN)
         assert {device.identity: device.roof for device in store.devices()} == {other: None, DEVICE: self.ROOF}
+
+    @pytest.mark.parametrize("change", ["flops_per_s = 0", """toolchain = '{"shape":"round"}'"""])
+    def test_unreadable(self, store: TuningStore, database_url: str, change: str) -> None:
+        """A roof that cannot be, or of another version, is as none at all."""
+        store.report_device("w1", DEVICE, TARGET, TOOLCHAIN)
+        store.put_roof(DEVICE, self.ROOF)
+        run_sql(database_url, f"UPDATE roofs SET {change}")
+        assert store.roof(DEVICE) is None
+        assert store.device(DEVICE.name).roof is None
 
     def test_at_once(self, store: TuningStore) -> None:
         """Workers of one device that measure at once all succeed, and one figure is kept."""
@@ -418,6 +436,16 @@ class TestLists:
         assert store.jobs() == [new]
         with pytest.raises(NotFound, match="another version"):
             store.job(old.id)
+
+    def test_pages_around_another_version(self, store: TuningStore, database_url: str) -> None:
+        """Jobs that cannot be read leave no page short: who reads on until one is sees every other job."""
+        jobs = [store.submit(make_spec(str(n))).job for n in range(9)]
+        for job in jobs[2:7]:
+            run_sql(database_url, "UPDATE jobs SET spec = '{}' WHERE id = :id", id=job.id)
+        seen = store.jobs(limit=3)
+        assert [job.id for job in seen] == [jobs[n].id for n in (8, 7, 1)]
+        assert [job.id for job in store.jobs(limit=3, before=seen[-1].id)] == [jobs[0].id]
+        assert store.jobs(limit=0) == []
 
     def test_unknown(self, store: TuningStore) -> None:
         """A job that never was is NotFound; it has no events, and cannot be claimed."""
@@ -881,6 +909,31 @@ class TestTemplates:
         (stored,) = store.workloads(scope, [make_workload("conv").structural_hash])
         assert stored.template == names[told.index(True)]
 
+    @pytest.mark.parametrize("geometry", ["NULL", """'{"n":true}'"""])
+    def test_edited_geometry(self, store: TuningStore, database_url: str, geometry: str) -> None:
+        """A workload whose sizes were made unreadable by hand is left out, with its trials; the others are used."""
+        claim, job = running(store)
+        scope, edited, good = job.spec.key.record_scope(), made_for("conv2d", "edited", n=1), made_for("conv2d", n=2)
+        store.put_workloads(scope, [edited, good])
+        store.add_trials(claim, scope, [configured(edited, 1), configured(good, 2)])
+        run_sql(
+            database_url, f"UPDATE workloads SET geometry = {geometry} WHERE digest = :digest", digest=edited.digest
+        )
+        assert store.workloads(scope, [edited.structural_hash, good.structural_hash]) == [good]
+        assert list(store.trials(scope, [edited.digest, good.digest])) == [configured(good, 2)]
+
+    def test_edited_configuration(self, store: TuningStore, database_url: str) -> None:
+        """A trial whose configuration was made unreadable by hand is left out."""
+        claim, job = running(store)
+        scope, conv = job.spec.key.record_scope(), made_for("conv2d", n=1)
+        store.put_workloads(scope, [conv])
+        store.add_trials(claim, scope, [configured(conv, 1), configured(conv, 2)])
+        edited = configured(conv, 1).trace_digest
+        run_sql(
+            database_url, "UPDATE trials SET config = :new WHERE trace_digest = :d", new='{"tile_x":"wide"}', d=edited
+        )
+        assert list(store.trials(scope, [conv.digest])) == [configured(conv, 2)]
+
     def test_configuration_without_a_template(self, store: TuningStore) -> None:
         """A configuration that nobody could read is refused as a whole batch, and not counted."""
         claim, job = running(store)
@@ -1103,6 +1156,13 @@ class TestArtifacts:
         for key in (make_key(), make_key(options=BuildOptions(fast_math=True))):
             with pytest.raises(CacheMiss):
                 store.find_artifact(key)
+        again = store.submit(make_spec())
+        assert again.created, "the finished job has no library that is served"
+        claimed = store.claim(again.job.id, "w1")
+        assert claimed is not None
+        published = store.publish(claimed[0], (sha256("slower"), 5), 0.02, {})
+        assert (published.library, published.latency_s) == (sha256("slower"), 0.02)
+        assert store.find_artifact(make_key()) == published
 
     def test_key_of_another_version(self, store: TuningStore, database_url: str) -> None:
         """An artifact under a key of another version is a miss, and is not offered as a near one (pytorch#150494)."""
