@@ -109,12 +109,13 @@ class Search:
         best_s = self.best_s
         if best_s is not None and best_s <= self.floor_s * _NEAR_ROOF:
             return False
-        return any(not arm.is_stalled for arm in self._playable())
+        return self.next_arm() is not None
 
     def next_arm(self) -> Arm | None:
-        """The arm of the next round: the one that has not been tried, else the one that hopes for most."""
+        """The arm of the next round: the one that hopes for most. None if none hopes for anything."""
         arms = [arm for arm in self._playable() if not arm.is_stalled]
-        return max(arms, key=self._gain_of, default=None)  # the first of equals
+        arm = max(arms, key=self._gain_of, default=None)  # the first of equals
+        return arm if arm is not None and (self.best_s is None or self._gain_of(arm) > 0) else None
 
     def expected_gain_s(self, assumed_s: float) -> float:
         """Seconds of an inference that another round is expected to save; `assumed_s` is what one call is thought to

@@ -15,8 +15,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from tuning_db.catalog import Roof
 from tuning_db.jobs import SearchConfig
 from tuning_db.keys import Json
 from tuning_db.trials import Failed, Measured, StoredCostModel, Trial
@@ -31,9 +32,6 @@ from workers.search.lanes import Builder, Runner
 from workers.search.records import ConfigKey, Records, key_of
 from workers.search.space import Space
 from workers.search.templates.knobs import Config, Cpu, Template
-
-if TYPE_CHECKING:
-    from tuning_db.catalog import Roof
 
 #: An event of the job: its type and data.
 Report = Callable[[str, dict[str, Json]], None]
@@ -500,7 +498,7 @@ class Scheduler:
             self.builder.remove(built)
         else:
             kept.append((median_s, candidate, built))
-            kept.sort(key=lambda k: k[0])
+            kept.sort(key=lambda k: (k[0], k[1].digest))
             best_s = kept[0][0]
             while len(kept) > _CONFIRMED or kept[-1][0] > _CONFIRMED_RATIO * best_s:
                 self.builder.remove(kept.pop()[2])
@@ -546,12 +544,12 @@ class Scheduler:
     def _contenders(self, search: Search) -> list[tuple[Candidate, float]]:
         """The best of an operator over all its variants, fastest first, with their medians."""
         found = [
-            (median_s, order, Candidate(variant.workload, trial.trace, trial.config))
-            for order, variant in enumerate(search.operator.variants)
+            (Candidate(variant.workload, trial.trace, trial.config), median_s)
+            for variant in search.operator.variants
             for trial, median_s in self.records.top(variant.workload.digest, _CONFIRMED)
         ]
-        found.sort(key=lambda f: (f[0], f[1], f[2].digest))
-        return [(c, s) for s, _, c in found[:_CONFIRMED] if s <= _CONFIRMED_RATIO * found[0][0]]
+        found.sort(key=lambda f: (f[1], f[0].digest))
+        return [(c, median_s) for c, median_s in found[:_CONFIRMED] if median_s <= _CONFIRMED_RATIO * found[0][1]]
 
     def _libraries(self, search: Search, candidates: Sequence[Candidate]) -> list[Built | Failed]:
         """Those that were kept, and those of earlier jobs built again."""
