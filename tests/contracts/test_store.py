@@ -909,16 +909,14 @@ class TestTemplates:
         (stored,) = store.workloads(scope, [make_workload("conv").structural_hash])
         assert stored.template == names[told.index(True)]
 
-    @pytest.mark.parametrize("geometry", ["NULL", """'{"n":true}'"""])
-    def test_edited_geometry(self, store: TuningStore, database_url: str, geometry: str) -> None:
+    @pytest.mark.parametrize("geometry", [None, '{"n":true}'])
+    def test_edited_geometry(self, store: TuningStore, database_url: str, geometry: str | None) -> None:
         """A workload whose sizes were made unreadable by hand is left out, with its trials; the others are used."""
         claim, job = running(store)
         scope, edited, good = job.spec.key.record_scope(), made_for("conv2d", "edited", n=1), made_for("conv2d", n=2)
         store.put_workloads(scope, [edited, good])
         store.add_trials(claim, scope, [configured(edited, 1), configured(good, 2)])
-        run_sql(
-            database_url, f"UPDATE workloads SET geometry = {geometry} WHERE digest = :digest", digest=edited.digest
-        )
+        run_sql(database_url, "UPDATE workloads SET geometry = :new WHERE digest = :d", new=geometry, d=edited.digest)
         assert store.workloads(scope, [edited.structural_hash, good.structural_hash]) == [good]
         assert list(store.trials(scope, [edited.digest, good.digest])) == [configured(good, 2)]
 
