@@ -12,11 +12,14 @@ through the prologue), `sum` (the reduction), `result` (the epilogue, written to
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tvm
+from numpy.typing import NDArray
 from tvm import te, tirx
 
 from workers.graph.pointwise import Program
@@ -125,6 +128,31 @@ class Convolution:
         return 2.0 * n * o * h * w * v * self.in_units * self.unit * self.window.kernel[0] * self.window.kernel[1]
 
 
+def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -> NDArray[Any]:
+    """Weights [out slots, in slots or reads, kh, kw], of a depthwise window [slots, kh, kw], as a variant reads them."""
+    if isinstance(computation, Pooling):
+        blocks, block = computation.blocks, computation.block
+        return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
+    assert isinstance(computation, Convolution)
+    out_blocks, in_units, kh, kw, unit, block = computation.weight_shape
+    weight = weight[:, : in_units * unit]
+    missing = in_units * unit - weight.shape[1]
+    if missing:
+        weight = np.pad(weight, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    return np.ascontiguousarray(weight.reshape(out_blocks, block, in_units, unit, kh, kw).transpose(0, 2, 4, 5, 3, 1))
+
+
+def variants(computation: Computation, *, winograd: bool) -> dict[str, tvm.tirx.PrimFunc]:
+    """Every function that computes this, by name. All have the same data, other inputs and result."""
+    if isinstance(computation, Convolution):
+        return convolution_variants(computation, winograd=winograd)
+    if isinstance(computation, Pooling):
+        return {"window": pooling(computation)}
+    if isinstance(computation, Pointwise):
+        return {"pointwise": pointwise(computation)}
+    return {"copy": copy(computation)}
+
+
 def convolution_variants(conv: Convolution, *, winograd: bool) -> dict[str, tvm.tirx.PrimFunc]:
     """Every computation of this convolution that may be the fastest, by name. All have equal data, other inputs and
     result; their weights differ (`pack`)."""
@@ -149,20 +177,9 @@ def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
         reach_h, reach_w = (oh_ - 1) * sh + (kh_ - 1) * dh + 1, (ow_ - 1) * sw + (kw_ - 1) * dw + 1
         shape = (n_, 1 if conv.plain_channels else conv.in_blocks, reach_h, reach_w, conv.plain_channels or conv.block)
 
-        def inside(h: Any, w: Any) -> Any:
-            tests = []
-            if top:
-                tests.append(h >= top)
-            if reach_h - top > conv.height:
-                tests.append(h < conv.height + top)
-            if left:
-                tests.append(w >= left)
-            if reach_w - left > conv.width:
-                tests.append(w < conv.width + left)
-            return tests
-
         def pad(n: Any, c: Any, h: Any, w: Any, i: Any) -> Any:
-            value, tests = load(n, c, h - top, w - left, i), inside(h, w)
+            tests = _inside(h, reach_h, top, conv.height) + _inside(w, reach_w, left, conv.width)
+            value = load(n, c, h - top, w - left, i)
             return te.if_then_else(te.all(*tests), value, tirx.const(0, "float32")) if tests else value
 
         stage = te.compute(shape, pad, name="stage")
@@ -283,3 +300,252 @@ def _function(tensors: Sequence[Any], template: str, geometry: Mapping[str, int]
     function = te.create_prim_func(list(tensors))
     text = json.dumps(dict(geometry), sort_keys=True)
     return function.with_attr({TEMPLATE_ATTR: template, GEOMETRY_ATTR: text, "tirx.noalias": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """A window that is reduced within each slot: depthwise convolution, maximum, average.
+
+    `kind` is "depthwise", "max" or "average"; `count_padding` says whether an average counts what is padded.
+    """
+
+    kind: str
+    batch: int
+    blocks: int
+    height: int
+    width: int
+    block: int
+    window: Window
+    count_padding: bool = False
+    prologue: Fused = field(default_factory=Fused)
+    epilogue: Fused = field(default_factory=Fused)
+
+    @property
+    def data_shape(self) -> Shape5:
+        return (self.batch, self.blocks, self.height, self.width, self.block)
+
+    @property
+    def result_shape(self) -> Shape5:
+        return (self.batch, self.blocks, *self.window.extent(self.height, self.width), self.block)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.blocks, *self.window.kernel, self.block)
+
+    @property
+    def flops(self) -> float:
+        n, c, h, w, v = self.result_shape
+        return 2.0 * n * c * h * w * v * self.window.kernel[0] * self.window.kernel[1]
+
+
+#: What padding is worth to each kind of window.
+_PADDING_VALUE = {"depthwise": 0.0, "average": 0.0, "max": -3.4028234663852886e38}
+
+
+def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
+    """The function of a `Pooling`."""
+    (top, left, bottom, right), (sh, sw) = pool.window.padding, pool.window.strides
+    (dh, dw), (kh_, kw_) = pool.window.dilation, pool.window.kernel
+    n_, c_, oh_, ow_, v_ = pool.result_shape
+    data = te.placeholder(pool.data_shape, name="data")
+    weights = [te.placeholder(pool.weight_shape, name="weight")] if pool.kind == "depthwise" else []
+    pre = [te.placeholder(shape, name=f"pre{k}") for k, shape in enumerate(pool.prologue.inputs)]
+    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(pool.epilogue.inputs)]
+
+    def load(*index: Any) -> Any:
+        return pool.prologue.program.evaluate(data[index], [at(tensor, index) for tensor in pre])
+
+    staged = bool(pool.prologue) or any(pool.window.padding)
+    read: Callable[..., Any] = load
+    if staged:
+        reach_h, reach_w = (oh_ - 1) * sh + (kh_ - 1) * dh + 1, (ow_ - 1) * sw + (kw_ - 1) * dw + 1
+
+        def pad(n: Any, c: Any, h: Any, w: Any, v: Any) -> Any:
+            tests = _inside(h, reach_h, top, pool.height) + _inside(w, reach_w, left, pool.width)
+            value = load(n, c, h - top, w - left, v)
+            filler = tirx.const(_PADDING_VALUE[pool.kind], "float32")
+            return te.if_then_else(te.all(*tests), value, filler) if tests else value
+
+        stage = te.compute((n_, c_, reach_h, reach_w, v_), pad, name="stage")
+        read = lambda *index: stage[index]  # noqa: E731
+    kh, kw = te.reduce_axis((0, kh_), "kh"), te.reduce_axis((0, kw_), "kw")
+
+    def reduce(n: Any, c: Any, h: Any, w: Any, v: Any) -> Any:
+        value = read(n, c, h * sh + kh * dh, w * sw + kw * dw, v)
+        if pool.kind == "max":
+            return te.max(value, axis=[kh, kw])
+        return te.sum(value * weights[0][c, kh, kw, v] if weights else value, axis=[kh, kw])
+
+    total = te.compute((n_, c_, oh_, ow_, v_), reduce, name="sum")
+    finish = _epilogue(pool.epilogue, post)
+
+    def scaled(index: Sequence[Any]) -> Any:
+        if pool.kind != "average":
+            return total[tuple(index)]
+        whole = tirx.const(1.0 / (kh_ * kw_), "float32")
+        if pool.count_padding or not any(pool.window.padding):
+            return total[tuple(index)] * whole
+        rows = _covered(index[2], sh, top, kh_, dh, pool.height)
+        columns = _covered(index[3], sw, left, kw_, dw, pool.width)
+        return total[tuple(index)] / tirx.Cast("float32", rows * columns)
+
+    result = te.compute((n_, c_, oh_, ow_, v_), lambda *index: finish(scaled(index), index), name="result")
+    geometry = {
+        "n": n_, "c": c_, "h": oh_, "w": ow_, "v": v_, "kh": kh_, "kw": kw_, "stride": sw, "staged": int(staged),
+        "depthwise": int(pool.kind == "depthwise"), "others": len(pool.epilogue.inputs),
+    }  # fmt: skip
+    return _function([data, *weights, *pre, *post, result], "window", geometry)
+
+
+def _inside(place: Any, reach: int, before: int, size: int) -> list[Any]:
+    """What must hold for a place along a padded axis to hold data."""
+    tests = []
+    if before:
+        tests.append(place >= before)
+    if reach - before > size:
+        tests.append(place < size + before)
+    return tests
+
+
+def _covered(place: Any, stride: int, before: int, kernel: int, dilation: int, size: int) -> Any:
+    """How many elements of a window at `place` are not padding."""
+    if dilation != 1:
+        raise ValueError("an average over a dilated window with padding is not supported")
+    start = place * stride - before
+    return tirx.min(start + kernel, size) - tirx.max(start, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """A program over blocked data, each pixel of which may stand for `upsample` × `upsample` of the result."""
+
+    batch: int
+    blocks: int
+    height: int  #: of the data
+    width: int
+    block: int
+    upsample: tuple[int, int] = (1, 1)
+    epilogue: Fused = field(default_factory=Fused)
+
+    @property
+    def data_shape(self) -> Shape5:
+        return (self.batch, self.blocks, self.height, self.width, self.block)
+
+    @property
+    def result_shape(self) -> Shape5:
+        rows, columns = self.upsample
+        return (self.batch, self.blocks, self.height * rows, self.width * columns, self.block)
+
+    @property
+    def flops(self) -> float:
+        return float(math.prod(self.result_shape) * len(self.epilogue.program.steps))
+
+
+def pointwise(point: Pointwise) -> tvm.tirx.PrimFunc:
+    """The function of a `Pointwise`."""
+    data = te.placeholder(point.data_shape, name="data")
+    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(point.epilogue.inputs)]
+    rows, columns = point.upsample
+    finish = _epilogue(point.epilogue, post)
+    result = te.compute(
+        point.result_shape,
+        lambda n, c, h, w, v: finish(data[n, c, h // rows, w // columns, v], (n, c, h, w, v)),
+        name="result",
+    )
+    return _function([data, *post, result], "copy", _copy_geometry(point.result_shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Data moved between layouts. `kind` says how:
+
+    "block" plain NCHW → blocked, "plain" blocked → plain NCHW, "remap" blocked → blocked with other slots,
+    "spread" depth to space: channel slots (c × rows + row) × columns + column → pixels. Where `table`, slots are
+    looked up, else slot and channel are equal. "concat" puts the blocks of several tensors behind each other.
+    """
+
+    kind: str
+    batch: int
+    channels: int  #: of the plain tensor; of "spread", of the result
+    height: int  #: of the data
+    width: int
+    block: int
+    in_blocks: tuple[int, ...]
+    out_blocks: int
+    table: bool = False
+    upsample: tuple[int, int] = (1, 1)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        if self.kind == "plain":
+            return (self.batch, self.channels, self.height, self.width)
+        rows, columns = self.upsample
+        return (self.batch, self.out_blocks, self.height * rows, self.width * columns, self.block)
+
+    @property
+    def data_shapes(self) -> tuple[tuple[int, ...], ...]:
+        if self.kind == "block":
+            return ((self.batch, self.channels, self.height, self.width),)
+        return tuple((self.batch, blocks, self.height, self.width, self.block) for blocks in self.in_blocks)
+
+    @property
+    def table_shape(self) -> tuple[int, ...] | None:
+        """The table's entries: for "block" and "remap" the channel or slot that each slot of the result takes, -1 for
+        none; for "plain" the slot that each channel is in."""
+        if not self.table:
+            return None
+        return (self.channels,) if self.kind == "plain" else (self.out_blocks * self.block,)
+
+    @property
+    def flops(self) -> float:
+        return 0.0
+
+
+def copy(move: Copy) -> tvm.tirx.PrimFunc:
+    """The function of a `Copy`; the table, where there is one, comes after the data."""
+    sources = [te.placeholder(shape, name=f"data{k}") for k, shape in enumerate(move.data_shapes)]
+    tables = [te.placeholder(move.table_shape, "int32", name="table")] if move.table_shape else []
+    block, zero = move.block, tirx.const(0, "float32")
+    source = sources[0]
+
+    def element(*index: Any) -> Any:
+        if move.kind == "plain":
+            n, c, h, w = index
+            slot = tables[0][c] if tables else c
+            return source[n, slot // block, h, w, slot % block]
+        n, o, h, w, v = index
+        if move.kind == "concat":
+            start, value = 0, None
+            for tensor in sources:
+                blocks = int(tensor.shape[1])
+                # Every branch is read within its own bounds, taken or not.
+                inside = tensor[n, tirx.max(0, tirx.min(o - start, blocks - 1)), h, w, v]
+                value = inside if value is None else tirx.Select(o >= start, inside, value)
+                start += blocks
+            return value
+        slot = o * block + v
+        if move.kind == "spread":
+            rows, columns = move.upsample
+            slot = (slot * rows + h % rows) * columns + w % columns
+            slot = tirx.min(slot, move.in_blocks[0] * block - 1)
+            return source[n, slot // block, h // rows, w // columns, slot % block]
+        limit = move.channels
+        if tables:
+            slot = tables[0][slot]
+            taken = source[n, tirx.max(slot, 0), h, w] if move.kind == "block" else (
+                source[n, tirx.max(slot, 0) // block, h, w, tirx.max(slot, 0) % block]
+            )
+            return tirx.Select(slot >= 0, taken, zero)
+        if move.out_blocks * block == limit:
+            return source[n, slot, h, w]
+        return tirx.Select(slot < limit, source[n, tirx.min(slot, limit - 1), h, w], zero)
+
+    result = te.compute(move.result_shape, element, name="result")
+    return _function([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
+
+
+def _copy_geometry(shape: Sequence[int]) -> dict[str, int]:
+    return {"outer": math.prod(shape[:2]), "rows": math.prod(shape[2:-1]), "last": shape[-1], "axes": len(shape)}
+
+
+Computation = Convolution | Pooling | Pointwise | Copy

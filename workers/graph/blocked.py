@@ -1,0 +1,948 @@
+"""Carries blocked layouts through a whole graph, and fuses what surrounds each heavy operator into its computation.
+
+Convolutions, and what follows from them, are taken out of a Relax function as calls of computations from
+`workers.graph.computations`, with elementwise operators before and behind them as prologue and epilogue, and constants
+in the order that the layout wants. Layouts are changed only where a blocked tensor meets an operator that is not ours,
+or leaves the graph. What lies in between stays Relax, for TVM's own lowering.
+
+Which operators end up in one kernel is decided by dominance, as in TVM's FuseOps: an operator is fused into the one
+before it when nothing else needs what lies between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import tvm
+from numpy.typing import NDArray
+from tvm import relax, tirx
+from tvm.ir.expr import GenericConst
+from tvm.s_tir import SBlock
+
+from workers.graph.computations import (
+    Computation, Convolution, Copy, Fused, Pointwise, Pooling, Window, pack_weights,
+)  # fmt: skip
+from workers.graph.layout import NONE, Slots
+from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
+
+Array = NDArray[Any]
+
+#: The name of the chosen computation of an operator, and its function: scheduled, or plain for cutting tasks.
+Choose = Callable[[Computation], tuple[str, tvm.tirx.PrimFunc]]
+
+#: Steps that one kernel takes in at most: beyond, expressions are computed anew too often.
+_MAX_STEPS: Final = 24
+#: A plain input of at most this many channels is read by the first convolution as it is.
+_FEW_CHANNELS: Final = 8
+#: TVM's pattern of what is never fused with anything.
+_OPAQUE: Final = 8
+
+
+class NotBlockable(Exception):
+    """The function holds something that this pass does not read. It is left to TVM as it is."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One binding of the function. `operator` is the name without namespace, "" for what is not an operator's call."""
+
+    index: int
+    variable: relax.Var
+    operator: str
+    arguments: list[Any]
+    attributes: Any
+    value: Any
+    uses: list[int] = field(default_factory=list)  #: nodes that read it, -1 for the function's result
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _shape(self.variable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """A value in blocked layout. `shape` is what the graph calls it: [n, c, h, w], or [n, c]."""
+
+    variable: Any
+    slots: Slots
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.shape[2], self.shape[3]) if len(self.shape) == 4 else (1, 1)
+
+    @property
+    def shape5(self) -> tuple[int, int, int, int, int]:
+        return (self.shape[0], self.slots.blocks, *self.size, self.slots.block)
+
+
+@dataclass(slots=True)
+class _Group:
+    """An anchor with the elementwise nodes that are fused behind it. Without an anchor, the program starts from
+    `first`. `operands` are the steps' other inputs, in the order of ("input", k)."""
+
+    anchor: int | None
+    members: list[int]
+    steps: list[Step] = field(default_factory=list)
+    operands: list[Any] = field(default_factory=list)
+    first: Any = None
+
+    @property
+    def last(self) -> int:
+        return self.members[-1]
+
+
+class BlockedGraph:
+    """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
+
+    def __init__(self, module: tvm.ir.IRModule, block: int) -> None:
+        """NotBlockable if `main` is not one dataflow block of static shapes."""
+        self.block = block
+        self._module = module
+        self._nodes = list(_read(module))
+        self._index = {node.variable: node.index for node in self._nodes}
+        self._group_of: dict[int, _Group] = {}
+        self._blocked: set[int] = set()
+        for node in self._nodes:
+            if node.index not in self._group_of:
+                self._consider(node)
+        self._prologues = self._find_prologues()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of the graph is ours."""
+        return not self._blocked
+
+    def emit(self, choose: Choose) -> tvm.ir.IRModule:
+        """The module with kernels as `choose` gives them."""
+        return _Emission(self, choose).module()
+
+    # Division into kernels
+
+    def _node(self, expression: Any) -> _Node | None:
+        index = self._index.get(expression) if isinstance(expression, relax.Var) else None
+        return None if index is None else self._nodes[index]
+
+    def _is_blocked(self, expression: Any) -> bool:
+        node = self._node(expression)
+        return node is not None and node.index in self._blocked
+
+    def _consider(self, node: _Node) -> None:
+        """Begin a kernel at this node if it is one of ours."""
+        if not _is_float(node.variable):
+            return
+        operator, arguments = node.operator, node.arguments
+        if operator in _ANCHORS:
+            if not _ANCHORS[operator](self, node):
+                return
+            self._begin(_Group(node.index, [node.index]))
+        elif operator in ("reshape", "concat", "permute_dims"):
+            if operator == "concat" and _is_channel_concat(node) and all(map(self._is_blocked, arguments[0].fields)):
+                self._begin(_Group(node.index, [node.index]), alone=True)
+            elif operator == "reshape" and self._is_blocked(arguments[0]) and _drops_pixels(arguments[0], node):
+                self._begin(_Group(node.index, [node.index]), alone=True)
+            else:
+                self._shuffle(node)
+        elif operator in OPERATORS and len(node.shape) in (2, 4):
+            first = next((a for a in arguments if self._is_blocked(a) and _shape(a) == node.shape), None)
+            if first is not None:
+                group = _Group(None, [], first=first)
+                self._grow(group, first)
+                if group.members:
+                    self._settle(group)
+
+    def _begin(self, group: _Group, *, alone: bool = False) -> None:
+        if not alone:
+            self._grow(group, self._nodes[group.members[0]].variable)
+        self._settle(group)
+
+    def _settle(self, group: _Group) -> None:
+        for index in group.members:
+            self._group_of[index] = group
+        self._blocked.add(group.last)
+
+    def _shuffle(self, node: _Node) -> None:
+        """A shuffle of channels, three operators by its usual spelling, renames slots and moves nothing."""
+        chain = [node]
+        while len(chain) < 3:
+            uses = chain[-1].uses
+            if len(uses) != 1 or uses[0] < 0:
+                return
+            chain.append(self._nodes[uses[0]])
+        if [n.operator for n in chain] != ["reshape", "permute_dims", "reshape"]:
+            return
+        source = node.arguments[0]
+        before, apart, after = _shape(source), chain[0].shape, chain[2].shape
+        axes = [int(axis) for axis in chain[1].attributes.axes]
+        if (
+            self._is_blocked(source)
+            and len(before) == 4
+            and before == after
+            and len(apart) == 5
+            and apart[0] == before[0]
+            and apart[3:] == before[2:]
+            and axes == [0, 2, 1, 3, 4]
+        ):
+            self._settle(_Group(chain[0].index, [n.index for n in chain]))
+
+    def _grow(self, group: _Group, value: Any) -> None:
+        """Take in elementwise nodes behind `value` as far as everything that reads a part of them is taken in too."""
+        shape = _shape(value)
+        anchor = self._node(value)
+        tail = anchor.uses if anchor is not None else []
+        inside: dict[Any, Ref] = {value: VALUE}
+        steps: list[Step] = []
+        operands: list[Any] = []
+        taken: list[_Node] = []
+        spread = group.anchor is not None and self._nodes[group.anchor].operator == "nn.conv2d_transpose"
+        begin = min((use for use in tail if use >= 0), default=0) if group.anchor is not None else 0
+        if group.anchor is None:
+            begin = min(n.index for n in self._readers(value) if n.index not in self._group_of and n.shape == shape)
+        for node in self._nodes[begin : begin + 4 * _MAX_STEPS]:
+            if not any(a in inside for a in node.arguments if isinstance(a, relax.Var)):
+                continue
+            if group.anchor is None and not taken and node.index != begin:
+                break
+            step = None
+            if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
+                step = self._step(node, shape, inside, operands, constants_only=spread)
+            if step is None:
+                # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.
+                break
+            steps.append(step)
+            taken.append(node)
+            inside[node.variable] = ("step", len(steps) - 1)
+            if self._is_closed(group, value, taken):
+                group.members += [n.index for n in taken[len(group.steps) :]]
+                group.steps, group.operands = list(steps), list(operands)
+
+    def _readers(self, value: Any) -> list[_Node]:
+        node = self._node(value)
+        return [self._nodes[use] for use in node.uses if use >= 0] if node is not None else []
+
+    def _is_closed(self, group: _Group, value: Any, taken: Sequence[_Node]) -> bool:
+        """Whether only the last node taken is read from outside. What a group without anchor starts from may be."""
+        indices = {node.index for node in taken}
+        hidden = list(taken[:-1])
+        anchor = self._node(value)
+        if group.anchor is not None and anchor is not None:
+            hidden.append(anchor)
+        return all(use in indices for node in hidden for use in node.uses)
+
+    def _step(
+        self, node: _Node, shape: tuple[int, ...], inside: dict[Any, Ref], operands: list[Any], *, constants_only: bool
+    ) -> Step | None:
+        """The node as a step; None if it cannot be one. New operands are added."""
+        if node.shape != shape or not _is_float(node.variable):
+            return None
+        references: list[Ref] = []
+        added: list[Any] = []
+        for argument in node.arguments:
+            if isinstance(argument, relax.Var) and argument in inside:
+                references.append(inside[argument])
+                continue
+            number = _number(argument)
+            if number is not None:
+                references.append(("number", number))
+                continue
+            if not _broadcasts(argument, shape) or (constants_only and not isinstance(argument, GenericConst)):
+                return None
+            references.append(("input", len(operands) + len(added)))
+            added.append(argument)
+        if node.operator == "leakyrelu":
+            references.append(("number", float(node.attributes.alpha)))
+        operands += added
+        return Step(node.operator, tuple(references))
+
+    def _find_prologues(self) -> dict[int, _Group]:
+        """Groups without an anchor that only one computation reads, which takes them in: by that one's anchor."""
+        found: dict[int, _Group] = {}
+        for group in {id(g): g for g in self._group_of.values()}.values():
+            if group.anchor is not None:
+                continue
+            uses = self._nodes[group.last].uses
+            reader = self._nodes[uses[0]] if len(uses) == 1 and uses[0] >= 0 else None
+            if (
+                reader is not None
+                and reader.operator == "nn.conv2d"
+                and reader.index in self._group_of
+                and reader.arguments[0].same_as(self._nodes[group.last].variable)
+                and Program(tuple(group.steps)).is_cheap
+            ):
+                found[reader.index] = group
+        return found
+
+
+class _Emission:
+    """One writing of a graph."""
+
+    def __init__(self, graph: BlockedGraph, choose: Choose) -> None:
+        self._graph = graph
+        self._choose = choose
+        self._builder = relax.BlockBuilder()
+        self._values: dict[Any, Any] = {}  #: variable of the graph → expression, or _Blocked
+        self._functions: dict[Computation, tuple[str, Any]] = {}
+        self._as_plain: dict[Any, Any] = {}
+        self._as_blocked: dict[tuple[Any, Slots], _Blocked] = {}
+        self._names: dict[str, int] = {}
+
+    def module(self) -> tvm.ir.IRModule:
+        graph = self._graph
+        main = graph._module["main"]
+        absorbed = {id(group) for group in graph._prologues.values()}
+        with self._builder.function("main", list(main.params), attrs=dict(main.attrs) if main.attrs else {}):
+            with self._builder.dataflow():
+                for node in graph._nodes:
+                    group = graph._group_of.get(node.index)
+                    if group is None:
+                        self._values[node.variable] = self._builder.emit(self._rewrite(node.value))
+                    elif id(group) not in absorbed and node.index == group.last:
+                        self._values[node.variable] = self._kernel(group)
+                result = self._builder.emit_output(self._rewrite(main.body.body))
+            self._builder.emit_func_output(result)
+        module = self._builder.get()
+        for variable, function in graph._module.functions.items():
+            if variable.name_hint != "main":
+                module[variable] = function
+        return module
+
+    # Expressions that are not ours
+
+    def _rewrite(self, expression: Any) -> Any:
+        if isinstance(expression, relax.Var):
+            return self._plain(expression)
+        if isinstance(expression, relax.Tuple):
+            return relax.Tuple([self._rewrite(item) for item in expression.fields])
+        if isinstance(expression, relax.TupleGetItem):
+            return relax.TupleGetItem(self._rewrite(expression.tuple_value), expression.index)
+        if isinstance(expression, relax.Call):
+            return relax.Call(
+                expression.op, [self._rewrite(a) for a in expression.args], expression.attrs, expression.ty_args
+            )
+        return expression
+
+    def _plain(self, variable: Any) -> Any:
+        value = self._values.get(variable, variable)
+        if not isinstance(value, _Blocked):
+            return value
+        if variable not in self._as_plain:
+            slots, (h, w) = value.slots, value.size
+            move = Copy(
+                "plain", value.shape[0], slots.count, h, w, slots.block, (slots.blocks,), 0, not _is_prefix(slots)
+            )
+            table = np.array(slots.slot_of, "int32") if move.table else None
+            plain = self._call(move, [value.variable], table=table)
+            if len(value.shape) != 4:
+                plain = self._builder.emit(relax.op.reshape(plain, value.shape))
+            self._as_plain[variable] = plain
+        return self._as_plain[variable]
+
+    # Kernels
+
+    def _call(
+        self, computation: Computation, data: Sequence[Any], *, weight: Array | None = None,
+        table: Array | None = None, others: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
+        if computation not in self._functions:
+            variant, function = self._choose(computation)
+            stem = _stem(computation)
+            number = self._names[stem] = self._names.get(stem, -1) + 1
+            name = f"{stem}_{number}"
+            function = function.with_attr({"global_symbol": name, "op_pattern": _OPAQUE})
+            self._functions[computation] = (variant, self._builder.add_func(function, name))
+        variant, function_name = self._functions[computation]
+        arguments = list(data)
+        if weight is not None:
+            arguments.append(relax.const(pack_weights(computation, variant, weight)))
+        if table is not None:
+            arguments.append(relax.const(table))
+        arguments += others
+        result = relax.TensorType(computation.result_shape, "float32")
+        return self._builder.emit(relax.op.call_tir(function_name, relax.Tuple(arguments), result))
+
+    def _blocked(self, expression: Any, slots: Slots | None) -> _Blocked:
+        """A tensor of the graph in blocked layout, with these slots if they are given."""
+        value = self._values.get(expression, expression)
+        shape = _shape(expression)
+        if isinstance(value, _Blocked):
+            if slots is None or value.slots == slots:
+                return value
+        elif slots is None:
+            slots = Slots.in_order(shape[1], self._graph.block)
+        assert slots is not None
+        key = (expression, slots)
+        if key in self._as_blocked:
+            return self._as_blocked[key]
+        (h, w) = (shape[2], shape[3]) if len(shape) == 4 else (1, 1)
+        if isinstance(value, _Blocked):
+            move = Copy("remap", shape[0], shape[1], h, w, slots.block, (value.slots.blocks,), slots.blocks, True)
+            where = value.slots.slot_of
+            table = np.array([where[c] if c != NONE else NONE for c in slots.channels], "int32")
+            variable = self._call(move, [value.variable], table=table)
+        else:
+            move = Copy("block", shape[0], shape[1], h, w, slots.block, (), slots.blocks, not _is_prefix(slots))
+            if len(shape) != 4:
+                value = self._builder.emit(relax.op.reshape(value, (*shape, 1, 1)))
+            variable = self._call(move, [value], table=np.array(slots.channels, "int32") if move.table else None)
+        self._as_blocked[key] = _Blocked(variable, slots, shape)
+        return self._as_blocked[key]
+
+    def _kernel(self, group: _Group) -> _Blocked:
+        nodes = self._graph._nodes
+        shape = nodes[group.last].shape
+        if group.anchor is None:
+            data = self._blocked(group.first, None)
+            fused, others = self._fuse(group, data.slots, shape)
+            computation: Computation = Pointwise(shape[0], data.slots.blocks, *data.size, self._graph.block, (1, 1), fused)
+            return _Blocked(self._call(computation, [data.variable], others=others), data.slots, shape)
+        node = nodes[group.anchor]
+        if node.operator == "reshape" and len(group.members) == 3:
+            data = self._blocked(node.arguments[0], None)
+            groups, size = node.shape[1], node.shape[2]
+            new_name = [size_index * groups + g for g in range(groups) for size_index in range(size)]
+            return _Blocked(data.variable, data.slots.renamed(new_name), shape)
+        if node.operator == "reshape":
+            data = self._blocked(node.arguments[0], None)
+            return _Blocked(data.variable, data.slots, shape)
+        if node.operator == "concat":
+            parts = [self._blocked(part, None) for part in node.arguments[0].fields]
+            slots = Slots.joined(part.slots for part in parts)
+            blocks = tuple(part.slots.blocks for part in parts)
+            move = Copy("concat", shape[0], slots.count, shape[2], shape[3], slots.block, blocks, slots.blocks)
+            return _Blocked(self._call(move, [part.variable for part in parts]), slots, shape)
+        if node.operator == "image.resize2d":
+            data = self._blocked(node.arguments[0], None)
+            fused, others = self._fuse(group, data.slots, shape)
+            scale = (shape[2] // data.size[0], shape[3] // data.size[1])
+            point = Pointwise(shape[0], data.slots.blocks, *data.size, self._graph.block, scale, fused)
+            return _Blocked(self._call(point, [data.variable], others=others), data.slots, shape)
+        if node.operator in ("nn.max_pool2d", "nn.avg_pool2d", "mean"):
+            return self._pool(group, node, shape)
+        if node.operator == "nn.conv2d_transpose":
+            return self._transposed(group, node, shape)
+        if node.operator == "nn.conv2d" and _is_depthwise(node):
+            return self._depthwise(group, node, shape)
+        return self._convolution(group, node, shape)
+
+    def _pool(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
+        data = self._blocked(node.arguments[0], None)
+        fused, others = self._fuse(group, data.slots, shape)
+        if node.operator == "mean":
+            kind, window, count = "average", Window(data.size), False
+        else:
+            kind = "max" if node.operator == "nn.max_pool2d" else "average"
+            window, count = _pool_window(node), bool(node.attributes.count_include_pad)
+        pool = Pooling(
+            kind, shape[0], data.slots.blocks, *data.size, self._graph.block, window, count, Fused(), fused
+        )  # fmt: skip
+        return _Blocked(self._call(pool, [data.variable], others=others), data.slots, shape)
+
+    def _depthwise(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
+        pre, data, before = self._prologue(node)
+        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        fused, others = self._fuse(group, data.slots, shape, shift, steps, operands)
+        weight = _array(node.arguments[1]) * scale.reshape(-1, 1, 1, 1)
+        pool = Pooling(
+            "depthwise", shape[0], data.slots.blocks, *data.size, self._graph.block, _window(node), False, pre, fused
+        )  # fmt: skip
+        packed = data.slots.fill(weight[:, 0].astype("float32"))
+        variable = self._call(pool, [data.variable], weight=packed, others=[*before, *others])
+        return _Blocked(variable, data.slots, shape)
+
+    def _convolution(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
+        block = self._graph.block
+        weight = _array(node.arguments[1]).astype("float64")
+        groups, window = 1, Window()
+        if node.operator == "matmul":
+            weight = weight.T[:, :, None, None]
+        else:
+            groups, window = int(node.attributes.groups), _window(node)
+        source = node.arguments[0]
+        channels = _shape(source)[1]
+        pre, data, before = Fused(), None, []
+        if groups > 1 or channels > _FEW_CHANNELS or self._graph._is_blocked(source):
+            pre, data, before = self._prologue(node)
+        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        weight = (weight * scale.reshape(-1, 1, 1, 1)).astype("float32")
+        aligned = groups > 1 and (channels // groups) % block == 0 and (shape[1] // groups) % block == 0
+        out = self._wanted_slots(operands, shape)
+        if groups == 1 or (aligned and data is not None and data.slots.is_in_order):
+            if out is None or groups > 1:
+                out = Slots.in_order(shape[1], block)
+        elif out is None:
+            out = Slots.by_group(shape[1], groups, block)
+        fused, others = self._fuse(group, out, shape, shift, steps, operands)
+        table = None
+        if data is None:
+            conv = Convolution(
+                shape[0], 1, *_hw(_shape(source)), out.blocks, block, channels, window, 1, 0, channels, pre, fused
+            )  # fmt: skip
+            arranged = out.fill(weight)
+            inputs = [self._plain(source)]
+        else:
+            inputs = [data.variable]
+            if groups == 1:
+                arranged = data.slots.fill(out.fill(weight), axis=1)
+            elif aligned and data.slots.is_in_order:
+                arranged = weight
+            else:
+                arranged, table = _gathered(weight, groups, data.slots, out)
+            conv = Convolution(
+                shape[0], data.slots.blocks, *data.size, out.blocks, block, data.slots.used, window,
+                groups if table is None else 1, 0 if table is None else table.shape[1], 0, pre, fused,
+            )  # fmt: skip
+        variable = self._call(conv, inputs, weight=arranged, table=table, others=[*before, *others])
+        return _Blocked(variable, out, shape)
+
+    def _transposed(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
+        """A window as large as its strides: each pixel becomes rows × columns pixels, as channels first."""
+        block = self._graph.block
+        _, data, _ = self._prologue(node)
+        weight = _array(node.arguments[1]).astype("float64")
+        rows, columns = weight.shape[2:]
+        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        weight = (weight * scale.reshape(1, -1, 1, 1)).astype("float32")
+        spread = weight.transpose(1, 2, 3, 0).reshape(-1, weight.shape[0])[:, :, None, None]
+        slots = Slots.in_order(spread.shape[0], block)
+        virtual = (shape[0], spread.shape[0], *data.size)
+        repeated = [np.repeat(_channel_vector(o, shape[1]), rows * columns) for o in operands]
+        fused, others = self._fuse(
+            group, slots, virtual, None if shift is None else np.repeat(shift, rows * columns), steps, repeated
+        )
+        conv = Convolution(
+            shape[0], data.slots.blocks, *data.size, slots.blocks, block, data.slots.used, Window(), 1, 0, 0,
+            Fused(), fused,
+        )  # fmt: skip
+        arranged = data.slots.fill(slots.fill(spread), axis=1)
+        variable = self._call(conv, [data.variable], weight=arranged, others=others)
+        out = Slots.in_order(shape[1], block)
+        move = Copy(
+            "spread", shape[0], shape[1], *data.size, block, (slots.blocks,), out.blocks, False, (rows, columns)
+        )  # fmt: skip
+        return _Blocked(self._call(move, [variable]), out, shape)
+
+    # What is fused
+
+    def _prologue(self, node: _Node) -> tuple[Fused, _Blocked, list[Any]]:
+        """The program in front of a computation, the data that it starts from, and its other inputs."""
+        group = self._graph._prologues.get(node.index)
+        if group is None:
+            return Fused(), self._blocked(node.arguments[0], None), []
+        data = self._blocked(group.first, None)
+        fused, others = self._fuse(group, data.slots, _shape(group.first))
+        return fused, data, others
+
+    def _fuse(
+        self, group: _Group, slots: Slots, shape: tuple[int, ...], shift: Array | None = None,
+        steps: Sequence[Step] | None = None, operands: Sequence[Any] | None = None,
+    ) -> tuple[Fused, list[Any]]:  # fmt: skip
+        """The group's program over a value with these slots, and its operands in that layout."""
+        if steps is None or operands is None:
+            steps, operands = _merge_affine(group, shape[1])
+        if shift is not None:
+            steps = [Step("add", (VALUE, ("input", len(operands)))), *_shifted(steps)]
+            operands = [*operands, shift]
+        inputs, shapes = [], []
+        for operand in operands:
+            if isinstance(operand, GenericConst) or isinstance(operand, np.ndarray):
+                vector = slots.vector(_channel_vector(operand, shape[1]).astype("float32"))
+                inputs.append(relax.const(vector))
+                shapes.append(tuple(vector.shape))
+            else:
+                value = self._blocked(operand, slots)
+                inputs.append(value.variable)
+                shapes.append(value.shape5)
+        return Fused(Program(tuple(steps)), tuple(shapes)), inputs
+
+    def _wanted_slots(self, operands: Sequence[Any], shape: tuple[int, ...]) -> Slots | None:
+        """The slots of a blocked tensor that the result is combined with: written alike, neither need be moved."""
+        for operand in operands:
+            if isinstance(operand, relax.Var) and _shape(operand) == shape:
+                value = self._values.get(operand)
+                if isinstance(value, _Blocked):
+                    return value.slots
+        return None
+
+
+# Reading
+
+
+def _read(module: tvm.ir.IRModule) -> Iterator[_Node]:
+    body = module["main"].body
+    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
+        raise NotBlockable("main is not one dataflow block")
+    nodes: list[_Node] = []
+    for binding in body.blocks[0].bindings:
+        if not isinstance(binding, relax.VarBinding):
+            raise NotBlockable("main matches shapes at run time")
+        if not isinstance(binding.value, relax.Call | relax.Tuple | relax.TupleGetItem | relax.Var | GenericConst):
+            raise NotBlockable(f"main holds a {type(binding.value).__name__}")
+        value = binding.value
+        operator, arguments, attributes = "", [], None
+        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
+            operator, arguments, attributes = str(value.op.name).removeprefix("relax."), list(value.args), value.attrs
+            extremum = _extremum(module, value) if operator == "call_tir" else None
+            if extremum is not None:
+                operator, arguments = extremum
+            if operator in ("nn.relu", "nn.leakyrelu", "nn.silu", "nn.gelu"):
+                operator = operator.removeprefix("nn.")
+        nodes.append(_Node(len(nodes), binding.var, operator, arguments, attributes, value))
+    places = {node.variable: node for node in nodes}
+    for node in nodes:
+        for variable in _variables(node.value):
+            if variable in places:
+                places[variable].uses.append(node.index)
+    for variable in _variables(body.body):
+        if variable in places:
+            places[variable].uses.append(-1)
+    yield from nodes
+
+
+def _variables(expression: Any) -> Iterator[Any]:
+    if isinstance(expression, relax.Var):
+        yield expression
+    elif isinstance(expression, relax.Tuple):
+        for item in expression.fields:
+            yield from _variables(item)
+    elif isinstance(expression, relax.TupleGetItem):
+        yield from _variables(expression.tuple_value)
+    elif isinstance(expression, relax.Call):
+        for argument in expression.args:
+            yield from _variables(argument)
+
+
+def _extremum(module: tvm.ir.IRModule, call: relax.Call) -> tuple[str, list[Any]] | None:
+    """The importer spells ONNX's Clip, Min and Max as functions of their own: read what such a function does."""
+    arguments = list(call.args[1].fields)
+    if len(arguments) != 2:
+        return None
+    stores: list[Any] = []
+
+    def visit(statement: Any) -> None:
+        if isinstance(statement, SBlock) and isinstance(statement.body, tirx.BufferStore):
+            stores.append(statement.body)
+
+    tirx.stmt_functor.post_order_visit(module[call.args[0]].body, visit)
+    if len(stores) != 1:
+        return None
+    value = stores[0].value
+    if not isinstance(value, tirx.Max | tirx.Min):
+        return None
+    if not (isinstance(value.a, tirx.BufferLoad) and isinstance(value.b, tirx.BufferLoad)):
+        return None
+    return ("maximum" if isinstance(value, tirx.Max) else "minimum"), arguments
+
+
+def _shape(expression: Any) -> tuple[int, ...]:
+    kind = expression.ty
+    if not isinstance(kind, relax.TensorType) or kind.shape is None:
+        return ()
+    try:
+        return tuple(int(size) for size in kind.shape)
+    except (TypeError, ValueError):
+        raise NotBlockable("a shape is not known before the model runs") from None
+
+
+def _is_float(expression: Any) -> bool:
+    kind = expression.ty
+    return isinstance(kind, relax.TensorType) and str(kind.dtype) == "float32"
+
+
+def _array(constant: GenericConst) -> Array:
+    array: Array = constant.value.numpy()
+    return array
+
+
+def _number(expression: Any) -> float | None:
+    """The value of a constant of one element, or of a primitive argument."""
+    if isinstance(expression, GenericConst):
+        array = _array(expression)
+        return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype == np.float32 else None
+    return float(expression.value) if isinstance(expression, tirx.IntImm | tirx.FloatImm) else None
+
+
+def _broadcasts(expression: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it is a vector of channels, or a float tensor that stretches over pixels at most."""
+    if isinstance(expression, GenericConst):
+        array = _array(expression)
+        if array.dtype != np.float32 or array.ndim > len(shape):
+            return False
+        aligned = (1,) * (len(shape) - array.ndim) + array.shape
+        return aligned[1] == shape[1] and math.prod(aligned) == shape[1]
+    if not isinstance(expression, relax.Var) or not _is_float(expression):
+        return False
+    other = _shape(expression)
+    if other == shape:
+        return True
+    return len(other) == len(shape) == 4 and other[:2] == shape[:2] and other[2:] == (1, 1)
+
+
+def _channel_vector(constant: Any, channels: int) -> Array:
+    array = constant if isinstance(constant, np.ndarray) else _array(constant)
+    return np.broadcast_to(array.reshape(-1), (channels,))
+
+
+def _hw(shape: Sequence[int]) -> tuple[int, int]:
+    return (shape[2], shape[3]) if len(shape) == 4 else (1, 1)
+
+
+def _window(node: _Node) -> Window:
+    attributes = node.attributes
+    kernel = _shape(node.arguments[1])[2:]
+    return Window(
+        (kernel[0], kernel[1]), _pair(attributes.strides), _pair(attributes.dilation), _four(attributes.padding)
+    )
+
+
+def _pool_window(node: _Node) -> Window:
+    """The window with padding such that it gives the shape that the graph states, whatever rounding it used."""
+    attributes = node.attributes
+    kernel, strides, dilation = _pair(attributes.pool_size), _pair(attributes.strides), _pair(attributes.dilation)
+    top, left, bottom, right = _four(attributes.padding)
+    height, width = _hw(_shape(node.arguments[0]))
+    ends = []
+    for size, before, after, k, s, d, wanted in zip(
+        (height, width), (top, left), (bottom, right), kernel, strides, dilation, node.shape[2:], strict=True
+    ):
+        ends.append(max(after, (wanted - 1) * s + (k - 1) * d + 1 - size - before))
+    return Window(kernel, strides, dilation, (top, left, ends[0], ends[1]))
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = (int(v) for v in values)
+    return first, second
+
+
+def _four(values: Any) -> tuple[int, int, int, int]:
+    top, left, bottom, right = (int(v) for v in values)
+    return top, left, bottom, right
+
+
+# Which operators begin a kernel
+
+
+def _takes_convolution(graph: BlockedGraph, node: _Node) -> bool:
+    a = node.attributes
+    return (
+        isinstance(node.arguments[1], GenericConst)
+        and _is_float(node.arguments[0])
+        and _array(node.arguments[1]).dtype == np.float32
+        and (str(a.data_layout), str(a.kernel_layout), str(a.out_layout)) == ("NCHW", "OIHW", "NCHW")
+        and not (int(a.groups) > 1 and _is_depthwise(node) and node.shape[1] != int(a.groups))
+    )
+
+
+def _is_depthwise(node: _Node) -> bool:
+    return int(node.attributes.groups) == _shape(node.arguments[0])[1] == node.shape[1] > 1
+
+
+def _takes_transposed(graph: BlockedGraph, node: _Node) -> bool:
+    a = node.attributes
+    return (
+        isinstance(node.arguments[1], GenericConst)
+        and _is_float(node.arguments[0])
+        and (str(a.data_layout), str(a.kernel_layout)) == ("NCHW", "IOHW")
+        and int(a.groups) == 1
+        and _pair(a.dilation) == (1, 1)
+        and not any(_four(a.padding))
+        and not any(_pair(a.output_padding))
+        and _pair(a.strides) == _array(node.arguments[1]).shape[2:]
+    )
+
+
+def _takes_pool(graph: BlockedGraph, node: _Node) -> bool:
+    if not graph._is_blocked(node.arguments[0]) or str(node.attributes.layout) != "NCHW":
+        return False
+    average = node.operator == "nn.avg_pool2d"
+    window = _pool_window(node)
+    stretched = window.padding != _four(node.attributes.padding)
+    if window.extent(*_hw(_shape(node.arguments[0]))) != node.shape[2:]:
+        return False
+    return not (average and (stretched or (any(window.padding) and window.dilation != (1, 1))))
+
+
+def _takes_mean(graph: BlockedGraph, node: _Node) -> bool:
+    if not graph._is_blocked(node.arguments[0]) or node.attributes.axis is None:
+        return False
+    rank = len(_shape(node.arguments[0]))
+    return rank == 4 and sorted(int(axis) % rank for axis in node.attributes.axis) == [2, 3]
+
+
+def _takes_resize(graph: BlockedGraph, node: _Node) -> bool:
+    a = node.attributes
+    before, after = _shape(node.arguments[0]), node.shape
+    return (
+        graph._is_blocked(node.arguments[0])
+        and str(a.layout) == "NCHW"
+        and str(a.method) == "nearest_neighbor"
+        and (str(a.coordinate_transformation_mode), str(a.rounding_method)) == ("asymmetric", "floor")
+        and all(big % small == 0 for big, small in zip(after[2:], before[2:], strict=True))
+    )
+
+
+def _takes_matmul(graph: BlockedGraph, node: _Node) -> bool:
+    data, weight = node.arguments
+    return graph._is_blocked(data) and isinstance(weight, GenericConst) and len(node.shape) == 2 == _array(weight).ndim
+
+
+_ANCHORS: Final[dict[str, Callable[[BlockedGraph, _Node], bool]]] = {
+    "nn.conv2d": _takes_convolution,
+    "nn.conv2d_transpose": _takes_transposed,
+    "nn.max_pool2d": _takes_pool,
+    "nn.avg_pool2d": _takes_pool,
+    "mean": _takes_mean,
+    "image.resize2d": _takes_resize,
+    "matmul": _takes_matmul,
+}
+
+
+def _is_channel_concat(node: _Node) -> bool:
+    axis = node.attributes.axis
+    return axis is not None and int(axis) == 1 and len(node.shape) == 4
+
+
+def _drops_pixels(data: Any, node: _Node) -> bool:
+    """[n, c, 1, 1] → [n, c]."""
+    before = _shape(data)
+    return len(before) == 4 and before[2:] == (1, 1) and node.shape == before[:2]
+
+
+def _is_prefix(slots: Slots) -> bool:
+    return slots.is_in_order
+
+
+# Constants folded into each other
+
+
+def _leading_affine(
+    steps: Sequence[Step], operands: Sequence[Any], channels: int
+) -> tuple[int, Array, Array]:
+    """How many steps from the first are x × constant + constant, one after the other, and what they come to."""
+    scale, shift = np.ones(channels), np.zeros(channels)
+    reads: dict[Ref, int] = {}
+    for step in steps:
+        for reference in step.arguments:
+            reads[reference] = reads.get(reference, 0) + 1
+    previous: Ref = VALUE
+    count = 0
+    for step in steps:
+        if step.operator not in ("add", "subtract", "multiply", "divide") or reads.get(previous, 0) != 1:
+            break
+        first, second = step.arguments
+        if previous not in (first, second):
+            break
+        other = second if first == previous else first
+        if other[0] == "number":
+            constant = np.full(channels, float(other[1]))
+        elif other[0] == "input" and isinstance(operands[int(other[1])], GenericConst | np.ndarray):
+            constant = _channel_vector(operands[int(other[1])], channels).astype("float64")
+        else:
+            break
+        if step.operator == "add":
+            shift = shift + constant
+        elif step.operator == "multiply":
+            scale, shift = scale * constant, shift * constant
+        elif step.operator == "subtract":
+            scale, shift = (scale, shift - constant) if first == previous else (-scale, constant - shift)
+        elif first == previous and np.all(constant != 0):
+            scale, shift = scale / constant, shift / constant
+        else:
+            break
+        previous = ("step", count)
+        count += 1
+    return count, scale, shift
+
+
+def _fold_affine(group: _Group, channels: int) -> tuple[Array, Array | None, list[Step], list[Any]]:
+    """What the first steps multiply by, for the weights to take in; what they add; and the steps that are left."""
+    count, scale, shift = _leading_affine(group.steps, group.operands, channels)
+    steps, operands = _without(group.steps, group.operands, count)
+    return scale, (shift if np.any(shift) else None), steps, operands
+
+
+def _merge_affine(group: _Group, channels: int) -> tuple[list[Step], list[Any]]:
+    """The first steps as one multiplication and one addition, where they are more than that."""
+    count, scale, shift = _leading_affine(group.steps, group.operands, channels)
+    if count < 2:
+        return list(group.steps), list(group.operands)
+    steps, operands = _without(group.steps, group.operands, count)
+    merged: list[Step] = []
+    if np.any(scale != 1):
+        merged.append(Step("multiply", (VALUE, ("input", len(operands)))))
+        operands.append(scale)
+    if np.any(shift):
+        value: Ref = ("step", 0) if merged else VALUE
+        merged.append(Step("add", (value, ("input", len(operands)))))
+        operands.append(shift)
+    return [*merged, *_shifted(steps, len(merged))] if merged else steps, operands
+
+
+def _without(steps: Sequence[Step], operands: Sequence[Any], count: int) -> tuple[list[Step], list[Any]]:
+    """The steps after the first `count`, whose last result is now the value, and only the operands they read."""
+    kept: list[Any] = []
+    numbers: dict[int, int] = {}
+    renamed = []
+    for step in steps[count:]:
+        references: list[Ref] = []
+        for kind, which in step.arguments:
+            if kind == "input":
+                if int(which) not in numbers:
+                    numbers[int(which)] = len(kept)
+                    kept.append(operands[int(which)])
+                references.append(("input", numbers[int(which)]))
+            elif kind == "step":
+                references.append(("step", int(which) - count) if int(which) >= count else VALUE)
+            else:
+                references.append((kind, which))
+        renamed.append(Step(step.operator, tuple(references)))
+    return renamed, kept
+
+
+def _shifted(steps: Sequence[Step], by: int = 1) -> list[Step]:
+    """The same steps behind `by` new ones, on the result of the last of those."""
+
+    def move(reference: Ref) -> Ref:
+        if reference == VALUE:
+            return ("step", by - 1)
+        return ("step", int(reference[1]) + by) if reference[0] == "step" else reference
+
+    return [Step(step.operator, tuple(map(move, step.arguments))) for step in steps]
+
+
+def _gathered(weight: Array, groups: int, data: Slots, out: Slots) -> tuple[Array, Array]:
+    """Weights [out slots, reads, kh, kw] and the table [out blocks, reads] of the slots that each block reads.
+
+    A block of the result reads the channels of every group that one of its own channels is of.
+    """
+    per_group, out_per_group = weight.shape[1], weight.shape[0] // groups
+    chosen: list[list[int]] = []
+    for block in range(out.blocks):
+        channels = [c for c in out.channels[block * out.block : (block + 1) * out.block] if c != NONE]
+        of_block = sorted({channel // out_per_group for channel in channels})
+        chosen.append([g * per_group + i for g in of_block for i in range(per_group)])
+    reads = max(len(c) for c in chosen)
+    table = np.zeros((out.blocks, reads), "int32")
+    arranged = np.zeros((len(out.channels), reads, *weight.shape[2:]), "float32")
+    for block, channels in enumerate(chosen):
+        table[block, : len(channels)] = [data.slot_of[c] for c in channels]
+        for lane in range(out.block):
+            channel = out.channels[block * out.block + lane]
+            if channel == NONE:
+                continue
+            start = channels.index(channel // out_per_group * per_group)
+            arranged[block * out.block + lane, start : start + per_group] = weight[channel]
+    return arranged, table
+
+
+def _stem(computation: Computation) -> str:
+    """What a kernel is called, before its number."""
+    if isinstance(computation, Convolution):
+        height, width = computation.window.kernel
+        return f"conv{height}x{width}"
+    if isinstance(computation, Pooling):
+        return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
+    return computation.kind if isinstance(computation, Copy) else "pointwise"
