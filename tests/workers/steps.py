@@ -82,6 +82,22 @@ def spin() -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
+def kill_server() -> None:
+    """End the process that has forked this one."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+def count_and_die_once(path: str, dies: bool) -> int:
+    """How often it was called with this path, itself included; the first time its server dies of it, if asked."""
+    with Path(path).open("a") as file:
+        file.write("x")
+    count = len(Path(path).read_text())
+    if dies and count == 1:
+        kill_server()
+    return count
+
+
 def half_an_answer() -> None:
     """Die with part of an answer written, as when the kernel kills for memory."""
     for entry in Path("/proc/self/fd").iterdir():

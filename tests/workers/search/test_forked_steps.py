@@ -11,13 +11,15 @@ import psutil
 import pytest
 
 from tests.workers.conftest import Host
-from tests.workers.search.samples import double, matmul
+from tests.workers.search.samples import CPU, TEMPLATES, double, matmul, templated
 from tuning_db.trials import Workload, trace_digest
 from workers.search import cost_model, forked_steps
 from workers.search.candidates import Built, Candidate, Measurement, canonical_trace
 from workers.search.cost_model import CostModel, Sample
 from workers.search.forkserver import ChildError, ForkServer
+from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
+from workers.search.templates import knobs
 
 DEADLINE_S = 120.0
 SPACE = Space(population=16, generations=2, parents=8)
@@ -27,13 +29,13 @@ def propose(
     server: ForkServer,
     host: Host,
     workload: Workload,
-    measured: list[tuple[str, tuple[float, ...]]],
+    parents: list[tuple[str, tuple[float, ...]]],
     model: CostModel | None,
     count: int,
     seed: int,
 ) -> list[str]:
     traces: list[str] = server.call(
-        forked_steps.propose, host.target_json, workload, SPACE, measured, model, count, seed, deadline_s=DEADLINE_S
+        forked_steps.propose, host.target_json, workload, SPACE, parents, model, CPU, count, seed, deadline_s=DEADLINE_S
     )
     return traces
 
@@ -68,22 +70,18 @@ def test_sampling(sampled: list[str], server: ForkServer, host: Host) -> None:
     assert all(trace == canonical_trace(json.loads(trace)) for trace in sampled)
 
 
-def test_sampling_leaves_out_what_is_known(
-    server: ForkServer, host: Host, sampled: list[str], history: list[tuple[str, tuple[float, ...]]]
-) -> None:
-    """What was measured, or has failed, is not proposed again, even with the same seed."""
-    assert not set(propose(server, host, matmul(), history, None, 24, 1)) & set(sampled)
+def parents_of(history: list[tuple[str, tuple[float, ...]]]) -> list[tuple[str, tuple[float, ...]]]:
+    return sorted((h for h in history if h[1]), key=lambda h: h[1])[: SPACE.parents]
 
 
 def test_guided(
     server: ForkServer, host: Host, sampled: list[str], history: list[tuple[str, tuple[float, ...]]], model: CostModel
 ) -> None:
-    """With a model and a history, new traces are bred that were not measured; the seed decides which."""
-    traces = propose(server, host, matmul(), history, model, 8, 1)
-    assert 1 <= len(traces) <= 8
+    """With a model and parents, new traces are bred that were not measured; the seed decides which."""
+    traces = propose(server, host, matmul(), parents_of(history), model, 24, 1)
     assert len({trace_digest(trace) for trace in traces}) == len(traces)
-    assert not set(traces) & set(sampled)
-    assert propose(server, host, matmul(), history, model, 8, 1) == traces
+    assert len({*traces} - {*sampled}) >= 8
+    assert propose(server, host, matmul(), parents_of(history), model, 24, 1) == traces
 
 
 def test_guided_prefers_what_the_model_prefers(
@@ -96,21 +94,41 @@ def test_guided_prefers_what_the_model_prefers(
         found = server.call(forked_steps.featurize, host.target_json, candidates, deadline_s=DEADLINE_S)
         return float(np.mean(model.predict([rows for rows in found if rows is not None])))
 
-    guided = propose(server, host, matmul(), history, model, 8, 3)
+    guided = propose(server, host, matmul(), parents_of(history), model, 8, 3)
     assert mean_score(guided) > mean_score(propose(server, host, matmul(), [], None, 24, 4))
 
 
-def test_small_space_runs_out(server: ForkServer, host: Host) -> None:
-    """When everything in a space was measured there is nothing to propose."""
-    known: list[tuple[str, tuple[float, ...]]] = []
-    for seed in range(1, 12):
-        traces = propose(server, host, double(), known, None, 8, seed)
-        known += [(trace, (1e-6,)) for trace in traces]
-        if not traces:
-            break
-    else:
-        pytest.fail(f"{len(known)} traces of a space of a handful, and no end")
-    assert known
+def test_small_space(server: ForkServer, host: Host) -> None:
+    """A space of a handful gives a handful, however many are asked for, and the same ones again."""
+    found = {trace for seed in range(1, 6) for trace in propose(server, host, double(), [], None, 32, seed)}
+    assert 1 <= len(found) < 32
+
+
+def test_what_breaks_the_register_rule_comes_last(server: ForkServer, host: Host) -> None:
+    """Sampled schedules whose innermost tile fits registers and whole vectors come before those that cannot be fast."""
+    traces = propose(server, host, matmul(64, 64, 64), [], None, 32, 1)
+    schedules = [forked_steps.schedule_of(matmul(64, 64, 64), trace) for trace in traces]
+    broken = [register_rule_broken(schedule, CPU) is not None for schedule in schedules]
+    assert broken == sorted(broken)
+    assert 0 < sum(broken) < len(broken)
+
+
+def test_schedule_configs(server: ForkServer, host: Host, tmp_path: Path) -> None:
+    """A template's choices become traces that replay, with the choice written at their head; one that the template
+    cannot apply is None."""
+    template = TEMPLATES["test-matmul"]
+    workload = templated(32, 64, 16)
+    assert workload.geometry is not None
+    configs = [*template.configs(workload.geometry, CPU)[10:13], {"rows": 0, "columns": -1, "parallel": 1}]
+    traces = server.call(forked_steps.schedule_configs, workload, template, CPU, configs, deadline_s=DEADLINE_S)
+    assert traces[3] is None
+    assert [knobs.config_of(template, trace) for trace in traces[:3]] == configs[:3]
+    assert len(set(traces)) == 4
+    assert traces == server.call(forked_steps.schedule_configs, workload, template, CPU, configs, deadline_s=DEADLINE_S)
+    candidate = Candidate(workload, traces[0], configs[0])
+    built: Built = server.call(forked_steps.build, host.target_json, candidate, str(tmp_path), deadline_s=DEADLINE_S)
+    assert built.features is None, "a choice has features of its template"
+    assert [shape for _, shape in built.arguments] == [(32, 16), (16, 64), (32, 64)]
 
 
 def test_build_and_measure(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
@@ -129,6 +147,34 @@ def test_build_and_measure(server: ForkServer, host: Host, sampled: list[str], t
     )
     assert len(run_s) == 4
     assert all(sample > 0 for sample in run_s)
+
+
+def test_hopeless_candidate(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
+    """A candidate that is slower than asked for is measured once, a faster one as often as asked."""
+    built = server.call(
+        forked_steps.build, host.target_json, Candidate(matmul(), sampled[0]), str(tmp_path), deadline_s=DEADLINE_S
+    )
+    for hopeless_s, samples in ((1e-12, 1), (3600.0, 3), (None, 3)):
+        measurement = Measurement(3, 0.001, 1)
+        assert len(server.call(forked_steps.measure, built, measurement, hopeless_s, deadline_s=DEADLINE_S)) == samples
+
+
+def test_unscheduled(server: ForkServer, host: Host, tmp_path: Path) -> None:
+    """The empty trace is the computation as it is: a candidate like any other."""
+    candidate = Candidate(matmul(), "[[],[]]")
+    built = server.call(forked_steps.build, host.target_json, candidate, str(tmp_path), deadline_s=DEADLINE_S)
+    assert server.call(forked_steps.measure, built, Measurement(2, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
+
+
+def test_measure_in_turn(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
+    """Candidates that are compared have as many samples each, in their order, by the same clock."""
+    built = [
+        server.call(forked_steps.build, host.target_json, Candidate(workload, trace), str(tmp_path), deadline_s=60)
+        for workload, trace in ((matmul(), sampled[0]), (matmul(256, 256, 256), "[[],[]]"))
+    ]
+    small, large = server.call(forked_steps.measure_in_turn, built, Measurement(5, 0.001, 1), deadline_s=DEADLINE_S)
+    assert (len(small), len(large)) == (5, 5)
+    assert 20 * min(small) < min(large)
 
 
 def test_packed_weights_are_measured_as_packed(

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.workers import steps
-from workers.search.forkserver import ChildCrashed, ChildError, ChildTimeout, ForkServer, ServerDied
+from workers.search.forkserver import ChildCrashed, ChildError, ChildTimeout, ForkServer, ServerDied, Step
 
 DEADLINE_S = 60.0  #: for what must not time out
 
@@ -162,6 +162,42 @@ def test_server_dies() -> None:
         assert server.recycle_if_grown() is True
         assert server.pid != pid
         assert server.call(steps.add, 1, 1, deadline_s=DEADLINE_S) == 2
+
+
+def test_retrying(tmp_path: Path) -> None:
+    """What a dying server has not answered is run again by a new one, in its place, and nothing else is; after too many
+    deaths the caller is told."""
+    with ForkServer(["tests.workers.steps"]) as server:
+        counts = [tmp_path / str(number) for number in range(4)]
+        steps_ = [
+            Step(steps.count_and_die_once, (str(path), number == 2), DEADLINE_S) for number, path in enumerate(counts)
+        ]
+        assert server.call_all(steps_, at_once=1) == [1, 1, 2, 1]
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.call_retrying(steps.add, 1, 2, deadline_s=DEADLINE_S) == 3
+        with pytest.raises(ServerDied):
+            server.call_retrying(steps.kill_server, deadline_s=DEADLINE_S)
+
+
+def test_call_all(plain: ForkServer) -> None:
+    """Results come in the order of the steps, at most so many at once, and a failure is a value in its place."""
+    start_s = time.monotonic()
+    results = plain.call_all(
+        [
+            Step(steps.pid_after, (0.3,), DEADLINE_S),
+            Step(steps.fail, ("no",), DEADLINE_S),
+            Step(steps.pid_after, (0.3,), DEADLINE_S),
+            Step(steps.pid_after, (3600.0,), 0.2),
+            Step(steps.add, (1, 2), DEADLINE_S),
+        ],
+        at_once=1,
+    )
+    assert time.monotonic() - start_s >= 0.8
+    assert [type(result) for result in results] == [int, ChildError, int, ChildTimeout, int]
+    assert results[4] == 3
+    assert plain.call_all([], at_once=2) == []
+    with pytest.raises(ChildCrashed):
+        plain.call_retrying(steps.crash, deadline_s=DEADLINE_S)
 
 
 def test_recycling(plain: ForkServer) -> None:

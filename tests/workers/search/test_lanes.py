@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.conftest import Host
-from tests.workers.search.samples import double, matmul
+from tests.workers.search.samples import CPU, double, matmul
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement
@@ -26,7 +26,7 @@ QUICK = Measurement(repeat=2, min_repeat_s=0.001, threads=1)
 
 @pytest.fixture(scope="module")
 def candidates(server: ForkServer, host: Host) -> list[Candidate]:
-    traces = server.call(forked_steps.propose, host.target_json, matmul(), Space(), [], None, 6, 1, deadline_s=120)
+    traces = server.call(forked_steps.propose, host.target_json, matmul(), Space(), [], None, CPU, 6, 1, deadline_s=120)
     return [Candidate(matmul(), trace) for trace in traces]
 
 
@@ -37,7 +37,7 @@ def builder(server: ForkServer, host: Host) -> Iterator[LocalBuilder]:
 
 
 def test_build_and_run(server: ForkServer, builder: LocalBuilder, candidates: list[Candidate]) -> None:
-    """Results come in the order of the candidates, and a library is gone once it was measured."""
+    """Results come in the order of the candidates, and a library is gone once it was removed."""
     results = builder.build(candidates)
     assert len(results) == len(candidates)
     runner = LocalRunner(server, QUICK, timeout_s=60)
@@ -47,8 +47,22 @@ def test_build_and_run(server: ForkServer, builder: LocalBuilder, candidates: li
         outcome = runner.run(built)
         assert isinstance(outcome, Measured)
         assert len(outcome.run_s) == 2
+        builder.remove(built)
         assert not Path(built.library).exists()
     assert builder.build([]) == []
+
+
+def test_compare(server: ForkServer, builder: LocalBuilder, candidates: list[Candidate]) -> None:
+    """Candidates that are compared get more samples than a trial, one outcome each; that one of them crashes is a
+    failure of the comparison, not an exception."""
+    built = [b for b in builder.build(candidates[:3]) if isinstance(b, Built)]
+    runner = LocalRunner(server, QUICK, timeout_s=60)
+    outcomes = runner.compare(built)
+    assert isinstance(outcomes, list)
+    assert [len(outcome.run_s) for outcome in outcomes] == [7, 7, 7]
+    failed = runner.compare([*built, Built("gone.so", (), None)])
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.RUN_ERROR
 
 
 def test_failures_of_builds(builder: LocalBuilder, candidates: list[Candidate]) -> None:
@@ -118,10 +132,9 @@ def library(folder: Path, start: str) -> Built:
 def test_candidate_that_breaks_its_process(
     start: str, kind: FailureKind, message: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    """A candidate that crashes, leaves or hangs is a failure with its reason, and its library is removed."""
+    """A candidate that crashes, leaves or hangs is a failure with its reason."""
     built = library(tmp_path, start)
     assert LocalRunner(server, QUICK, timeout_s=1).run(built) == Failed(kind, message)
-    assert not Path(built.library).exists()
 
 
 def test_library_without_a_kernel(server: ForkServer, tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
+import statistics
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import tvm_ffi
+from tvm.s_tir import meta_schedule as ms
 
 from tests.samples import make_key
 from tests.workers.conftest import Host, make_claim, workload_of
 from tests.workers.graph.test_tasks import Twins
-from tests.workers.search.samples import matmul, matmul_module
+from tests.workers.search.samples import CPU, matmul, matmul_module, templated
 from tuning_db.errors import StaleAttempt
 from tuning_db.jobs import Claim
 from tuning_db.keys import BuildOptions, RecordScope
@@ -20,9 +22,9 @@ from tuning_db.store import TuningStore
 from tuning_db.trials import Failed, FailureKind, Measured, Trial, Workload
 from workers.graph.tasks import normalize_mod
 from workers.search import forked_steps
-from workers.search.candidates import Candidate, Operator
+from workers.search.candidates import Candidate, Operator, Variant
 from workers.search.forkserver import ForkServer
-from workers.search.records import Records
+from workers.search.records import Records, key_of
 from workers.search.space import Space
 
 SCOPE = make_key().record_scope()
@@ -124,23 +126,129 @@ def test_first_outcome_stays(sqlite_store: TuningStore, claim: Claim) -> None:
     assert records.best(workload.digest) == again.best(workload.digest) == (trial(workload, 1, measured(5)), 0.005)
 
 
+def operators_of(*variants: list[Workload]) -> list[Operator]:
+    """One operator for each list of workloads, each of which is a variant."""
+    return [
+        Operator(str(number), 1, tuple(Variant(str(i), w) for i, w in enumerate(workloads)), 1e6, 1e4)
+        for number, workloads in enumerate(variants)
+    ]
+
+
 def test_chosen(sqlite_store: TuningStore, claim: Claim) -> None:
-    """A record that does not beat the code without a schedule is not used, nor is an operator without one."""
+    """An operator's record is the best over all its variants; one without a measured trial has none."""
     records = Records(sqlite_store, claim, SCOPE)
-    sizes = (8, 16, 24, 32)
-    workloads = records.adopt([matmul_module(n, n, n) for n in sizes])
-    faster, slower, equal, unknown = workloads
+    direct, winograd, alone, unknown = records.adopt([matmul_module(n, n, n) for n in (8, 16, 24, 32)])
+    operators = operators_of([direct, winograd], [alone], [unknown])
+    assert records.chosen(operators) == {}
     records.add(
         [
-            trial(faster, 1, measured(1)),
-            trial(faster, 2, measured(0.5)),
-            trial(slower, 1, measured(3)),
-            trial(equal, 1, measured(2)),
+            trial(direct, 1, measured(2)),
+            trial(winograd, 1, measured(3)),
+            trial(winograd, 2, measured(1)),
+            trial(alone, 1, measured(5)),
             trial(unknown, 1, BROKEN),
         ]
     )
-    operators = [Operator(str(n), w, 1, 0.002) for n, w in zip(sizes, workloads, strict=True)]
-    assert records.chosen(operators) == {faster.digest: trial(faster, 2, measured(0.5))}
+    assert records.chosen(operators) == {
+        "0": (operators[0].variants[1], trial(winograd, 2, measured(1))),
+        "1": (operators[1].variants[0], trial(alone, 1, measured(5))),
+    }
+
+
+def test_confirmed(sqlite_store: TuningStore, claim: Claim) -> None:
+    """What was measured again decides between those that were, over all variants, until a better trial comes; outcomes
+    and the store stay as they are."""
+    records = Records(sqlite_store, claim, SCOPE)
+    one, two = records.adopt([matmul_module(n, n, n) for n in (8, 16)])
+    [operator] = operators_of([one, two])
+    trials = [trial(one, 1, measured(1)), trial(one, 2, measured(1.1)), trial(two, 1, measured(1.2))]
+    records.add(trials)
+    records.confirm(one.digest, {trials[0].trace_digest: measured(1.5), trials[1].trace_digest: measured(1.4)})
+    records.confirm(two.digest, {trials[2].trace_digest: measured(1.3)})
+    assert records.chosen([operator])["0"] == (operator.variants[1], trials[2])
+    assert records.best(one.digest) == (trials[0], 0.001)
+    assert list(sqlite_store.trials(SCOPE, [two.digest])) == [trials[2]]
+    records.add([trial(two, 2, measured(1.25))])  # slower than the best of its variant
+    assert records.chosen([operator])["0"] == (operator.variants[1], trials[2])
+
+
+def test_order_is_metaschedules(sqlite_store: TuningStore, claim: Claim, server: ForkServer, host: Host) -> None:
+    """The best records come in the order of MetaSchedule's database, without what failed; a workload is known by
+    structural equality, as it is there. It sorts by mean, we by median: samples without outliers agree."""
+    module = matmul_module(16, 16, 16)
+    traces = server.call(
+        forked_steps.propose, host.target_json, matmul(), Space(), [], None, CPU, 8, 1, deadline_s=120
+    )[:8]
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([module])
+    database = ms.database.MemoryDatabase()
+    assert not database.has_workload(module)
+    times = [(5, 5.2), (3, 3.1), (9, 9), None, (1, 1.3), (2, 2), (8, 8.5), (4, 4)]
+    for trace, run_s in zip(traces, times, strict=True):
+        outcome = BROKEN if run_s is None else Measured(run_s)
+        records.add([Trial(workload.digest, trace, outcome)])
+        # MetaSchedule spells a failure as 1e10 seconds.
+        forked_steps.commit_record(database, workload, trace, run_s or (1e10,), host.target)
+    for count in (1, 3, 20):
+        theirs = database.get_top_k(database.commit_workload(module), count)
+        theirs = [record for record in theirs if float(record.run_secs[0]) < 1e9]
+        ours = records.top(workload.digest, count)
+        assert [[float(s) for s in record.run_secs] for record in theirs] == [
+            list(trial.outcome.run_s) for trial, _ in ours if isinstance(trial.outcome, Measured)
+        ]
+    twins = [normalize_mod(Twins[name]) for name in ("one", "two")]
+    database.commit_workload(twins[0])
+    first = records.adopt([twins[0]])
+    for other in (twins[1], matmul_module(16, 16, 8)):
+        known = Records(sqlite_store, claim, SCOPE).adopt([other])[0] in [*first, workload]
+        assert known == database.has_workload(other)
+
+
+def test_nothing_is_counted_through_again(
+    sqlite_store: TuningStore, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the history, asking for the best or the few best looks at no outcome, and one more outcome is looked
+    at once."""
+    records = Records(sqlite_store, claim, SCOPE)
+    [workload] = records.adopt([matmul_module(16, 16, 16)])
+    records.add([trial(workload, number, measured(1 + number % 997)) for number in range(5000)])
+    again = Records(sqlite_store, claim, SCOPE)
+    again.adopt([matmul_module(16, 16, 16)])
+    looked_at: list[Any] = []
+    median = statistics.median
+    monkeypatch.setattr("tuning_db.trials.statistics.median", lambda run_s: looked_at.append(run_s) or median(run_s))
+    operators = operators_of([workload])
+    for _ in range(100):
+        again.best(workload.digest)
+        again.top(workload.digest, 16)
+        again.chosen(operators)
+        again.of(workload.digest)
+    assert looked_at == []
+    again.add([trial(workload, 5000, measured(0.5))])
+    assert len(looked_at) == 1
+    assert again.best(workload.digest) == (trial(workload, 5000, measured(0.5)), 0.0005)
+
+
+def test_templates_of_workloads(sqlite_store: TuningStore, claim: Claim) -> None:
+    """What a function's attributes say of template and geometry goes with the workload, and with its stored row."""
+    records = Records(sqlite_store, claim, SCOPE)
+    module = matmul_module(8, 16, 4, template=True)
+    plain, made_for = records.adopt([matmul_module(8, 16, 4), module])
+    assert (plain.template, plain.geometry) == (None, None)
+    assert made_for == templated(8, 16, 4)
+    configured = Trial(made_for.digest, '[[["trace",1]],[]]', measured(1), {"rows": 2, "columns": 4, "parallel": 1})
+    records.add([configured])
+    assert records.configs(made_for.digest) == {key_of(configured.config or {})}
+    again = Records(sqlite_store, claim, SCOPE)
+    assert again.adopt([module]) == [made_for]
+    assert again.best(made_for.digest) == (configured, 0.001)
+    [experience] = again.experience("test-matmul", 10)
+    assert (experience.geometry, experience.config, experience.median_s) == (
+        {"m": 8, "n": 16, "k": 4},
+        configured.config,
+        0.001,
+    )
+    assert again.experience_count("test-matmul") == 1
 
 
 def edit(sqlite_url: str, statement: str, *values: Any) -> None:
@@ -184,12 +292,14 @@ def test_stale_attempt(sqlite_store: TuningStore, claim: Claim) -> None:
 def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, host: Host) -> None:
     """MetaSchedule is given the chosen record of each operator and no other, and finds it for an equal module."""
     module = matmul_module(16, 16, 16)
-    traces = server.call(forked_steps.propose, host.target_json, matmul(), Space(), [], None, 3, 1, deadline_s=120)
+    traces = server.call(
+        forked_steps.propose, host.target_json, matmul(), Space(), [], None, CPU, 3, 1, deadline_s=120
+    )[:3]
     records = Records(sqlite_store, claim, SCOPE)
     [workload] = records.adopt([module])
     times = (measured(3), measured(1), measured(2))
     records.add([Trial(workload.digest, trace, time) for trace, time in zip(traces, times, strict=True)])
-    database = records.database([Operator("matmul", workload, 1, 1.0)], host.target)
+    database = records.database(operators_of([workload]), host.target)
     assert len(database) == 1
     found = database.query_tuning_record(module, host.target, "main")
     assert [float(s) for s in found.run_secs] == [0.001]
@@ -197,4 +307,3 @@ def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, h
         database.query_schedule(module, host.target, "main").mod,
         forked_steps.schedule_of(workload, traces[1]).mod,
     )
-    assert len(records.database([Operator("matmul", workload, 1, 1e-9)], host.target)) == 0
