@@ -110,12 +110,15 @@ def sweep_once(services: Services) -> None:
     )
     for job in swept.failed:
         log.warning("job_given_up", job=job.id, attempts=job.attempt)
-    for job in (*swept.requeued, *swept.unclaimed):
+    waiting = [*swept.requeued, *swept.unclaimed]
+    for number, job in enumerate(waiting):
         try:
             services.dispatcher.send(job)
         except BrokerUnavailable as error:
             log.warning("broker_unavailable", job=job.id, reason=str(error))
-            return  # the rest would wait for the same timeout; the next sweep lists them again
+            # The rest would wait for the same timeout; the next sweep lists them again.
+            services.store.not_woken([job.id for job in waiting[number:]])
+            return
         log.info("job_sent_again", job=job.id, attempt=job.attempt)
 
 

@@ -30,10 +30,11 @@ from tuning_db.errors import (
     QueueFull,
     StaleAttempt,
     TuneryError,
+    TuningFailed,
     UnknownDevice,
 )
 from tuning_db.jobs import Claim, Job, JobError, JobEvent, JobSpec, JobState
-from tuning_db.keys import ArtifactKey, DeviceIdentity, Json, RecordScope, Toolchain, nearest, to_json
+from tuning_db.keys import KEY_VERSION, ArtifactKey, DeviceIdentity, Json, RecordScope, Toolchain, nearest, to_json
 from tuning_db.migrations import check_connection, check_schema
 from tuning_db.models import (
     ArtifactRow,
@@ -60,7 +61,10 @@ WORKER_SEEN_WITHIN: Final = dt.timedelta(seconds=60)
 WORKER_FORGOTTEN_AFTER: Final = dt.timedelta(days=1)
 #: A miss compares the wanted key with so many stored ones, newest first.
 NEAREST_AMONG: Final = 1000
+#: A job that waits long has its message sent again at growing intervals, up to so many times the first one.
+RESENT_WITHIN: Final = 20
 _STREAM_ROWS: Final = 500
+_IDS_AT_ONCE: Final = 500  #: in one statement; databases limit how many values it may have
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ class Swept:
     """What a sweep did: jobs to wake workers for again, and jobs given up."""
 
     requeued: tuple[Job, ...]  #: RUNNING jobs whose heartbeat stopped, now QUEUED
-    unclaimed: tuple[Job, ...]  #: QUEUED jobs that nobody took within the grace period: their message is sent again
+    unclaimed: tuple[Job, ...]  #: QUEUED jobs that nobody took for long: their message is sent again
     failed: tuple[Job, ...]  #: jobs that lost their worker on the last attempt allowed
 
 
@@ -673,8 +677,9 @@ class TuningStore:
 
     def sweep(self, *, heartbeat_timeout_s: float, unclaimed_after_s: float, max_attempts: int) -> Swept:
         """Requeue RUNNING jobs whose heartbeat stopped, or FAIL them (kind ``process-died``) after `max_attempts`;
-        a lost RUNNING job with a cancel requested becomes CANCELLED; list QUEUED jobs that nobody took since their
-        last `unclaimed_after_s` (each is listed once per such period)."""
+        a lost RUNNING job with a cancel requested becomes CANCELLED; list QUEUED jobs that nobody took: each one
+        after `unclaimed_after_s`, then after having waited twice as long as the time before, but at least once in
+        `RESENT_WITHIN` such periods. QUEUED jobs of an older key version FAIL, since nobody can ever take them."""
 
         def write(session: Session) -> Swept:
             now = self._clock()
@@ -701,19 +706,38 @@ class TuningStore:
                     moved = self._move(session, row.id, still, JobState.QUEUED, lost=times, woken_at=now, **_UNCLAIMED)
                     requeued += [] if moved is None else _readable([moved])
             forgotten = or_(JobRow.woken_at.is_(None), JobRow.woken_at < now - dt.timedelta(seconds=unclaimed_after_s))
-            waiting = select(JobRow.id).where(JobRow.state == JobState.QUEUED.value, forgotten).order_by(JobRow.number)
-            for job_id in session.scalars(waiting).all():
+            still_waiting = [JobRow.state == JobState.QUEUED.value, forgotten]
+            waiting = select(JobRow.id, JobRow.woken_at, JobRow.updated_at).where(*still_waiting)
+            at_least_every = dt.timedelta(seconds=unclaimed_after_s * RESENT_WITHIN)
+            for job_id, woken_at, queued_at in session.execute(waiting.order_by(JobRow.number)).all():
+                # Messages for a busy worker wait in its queue: sent at equal intervals they would only pile up there.
+                if woken_at is not None and now - woken_at < min(woken_at - queued_at, at_least_every):
+                    continue
                 woken = session.scalars(
-                    update(JobRow)
-                    .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED.value, forgotten)
-                    .values(woken_at=now)
-                    .returning(JobRow),
+                    update(JobRow).where(JobRow.id == job_id, *still_waiting).values(woken_at=now).returning(JobRow),
                     execution_options=_AS_STORED,
                 ).all()
                 unclaimed += _readable(woken)
+                for row in woken:
+                    if _is_outdated(row):
+                        _log.warning("job %s is given up: its key is of an older version", row.id)
+                        self._move(session, row.id, [JobRow.state == JobState.QUEUED.value], JobState.FAILED, _OUTDATED)
             return Swept(tuple(requeued), tuple(unclaimed), tuple(failed))
 
         return self._write(write)
+
+    def not_woken(self, job_ids: Sequence[str]) -> None:
+        """No message could be sent for these QUEUED jobs, which a sweep had listed: the next one lists them again."""
+
+        def write(session: Session) -> None:
+            for start in range(0, len(job_ids), _IDS_AT_ONCE):
+                some = JobRow.id.in_(job_ids[start : start + _IDS_AT_ONCE])
+                session.execute(
+                    update(JobRow).where(some, JobRow.state == JobState.QUEUED.value).values(woken_at=None),
+                    execution_options=_AS_STORED,
+                )
+
+        self._write(write)
 
     # artifacts
     def artifact(self, key_digest: str) -> Artifact:
@@ -857,6 +881,9 @@ class TuningStore:
 
 #: What a job that waits again no longer has.
 _UNCLAIMED: Final[Mapping[str, Any]] = {"claimed_by": None, "heartbeat_at": None}
+_OUTDATED: Final = JobError(
+    TuningFailed.kind, "an older version of Tunery made this job, and no worker of this one can do it; submit it again"
+)
 #: What an update returns is what the session holds from then on.
 _AS_STORED: Final = {"synchronize_session": False, "populate_existing": True}
 
@@ -994,6 +1021,13 @@ def _readable_job(row: JobRow) -> Job | None:
     except NotFound as error:
         _log.warning("%s", error)
         return None
+
+
+def _is_outdated(row: JobRow) -> bool:
+    """Whether the job was made by an older version. A newer one's may still be done, by that version's workers."""
+    key = row.spec.get("key")
+    version = key.get("key_version") if isinstance(key, dict) else None
+    return isinstance(version, int) and version < KEY_VERSION
 
 
 def _readable(rows: Sequence[JobRow]) -> list[Job]:

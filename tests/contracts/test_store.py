@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import sqlite3
 import threading
@@ -46,8 +47,8 @@ from tuning_db.errors import (
     UnknownDevice,
 )
 from tuning_db.jobs import Claim, Job, JobError, JobState, SearchConfig
-from tuning_db.keys import BuildOptions, Json, TensorSpec
-from tuning_db.store import TuningStore, experience_query
+from tuning_db.keys import KEY_VERSION, BuildOptions, Json, TensorSpec
+from tuning_db.store import Swept, TuningStore, experience_query
 from tuning_db.trials import Experience, Failed, FailureKind, Measured, StoredCostModel, Trial, Workload
 
 T = TypeVar("T")
@@ -1249,8 +1250,49 @@ class TestSweep:
         clock.advance(31)
         assert [j.id for j in sweep(store).unclaimed] == [job.id]
         store.claim(job.id, "w1")
+        clock.advance(3600)
+        assert sweep(store, heartbeat_timeout_s=10**6).unclaimed == ()
+
+    def test_messages_do_not_pile_up(self, store: TuningStore, clock: Clock) -> None:
+        """A job that waits long behind others is listed at growing intervals, of ten minutes at most."""
+        job = store.submit(make_spec()).job
+        listed = []
+        for second in range(0, 3600, 20):
+            if sweep(store).unclaimed:
+                listed.append(second)
+            clock.advance(20)
+        assert listed == [40, 80, 160, 320, 640, 1240, 1840, 2440, 3040]
+        assert store.claim(job.id, "w1") is not None
+
+    def test_not_woken(self, store: TuningStore, clock: Clock) -> None:
+        """Waiting jobs whose message could not be sent are listed by the very next sweep, however many they are."""
+        jobs = [store.submit(make_spec(str(n))).job.id for n in range(3)]
         clock.advance(31)
+        assert [j.id for j in sweep(store).unclaimed] == jobs
+        store.claim(jobs[0], "w1")
+        store.not_woken([*jobs[:2], *(f"{n:032x}" for n in range(2000))])
+        assert [j.id for j in sweep(store).unclaimed] == [jobs[1]]
         assert sweep(store).unclaimed == ()
+
+    def test_older_key_version(self, store: TuningStore, database_url: str, clock: Clock) -> None:
+        """A waiting job of an older version fails, so that it neither fills the queue nor waits for ever; one of a
+        newer version is left to its own workers."""
+        old, new = (store.submit(make_spec(name)).job.id for name in ("old", "new"))
+        for job_id, version in ((old, KEY_VERSION - 1), (new, KEY_VERSION + 1)):
+            run_sql(
+                database_url,
+                "UPDATE jobs SET spec = :spec WHERE id = :id",
+                spec=json.dumps({"key": {"key_version": version}}),
+                id=job_id,
+            )
+        clock.advance(31)
+        assert sweep(store) == Swept((), (), ())
+        assert states(store, old) == [("QUEUED", 0), ("FAILED", 0)]
+        assert "submit it again" in str(store.events(old)[-1].data)
+        assert states(store, new) == [("QUEUED", 0)]
+        with pytest.raises(QueueFull):
+            store.submit(make_spec("third"), max_queued=1)
+        assert store.submit(make_spec("third"), max_queued=2).created
 
     def test_two_sweepers(self, store: TuningStore, clock: Clock) -> None:
         """Sweeps at the same moment handle each job once between them."""

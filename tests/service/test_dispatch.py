@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,13 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from service.app import sweep_once
 from service.dispatch import Dispatcher
+from service.inspector import Inspector
+from service.services import Services
 from tests.samples import make_spec
+from tests.service.conftest import quiet
+from tuning_db.blobs import BlobStore
 from tuning_db.errors import BrokerUnavailable
 from tuning_db.jobs import Job
 from tuning_db.messages import EMBEDDED_BROKER, TUNE_TASK, broker_config, queue_for
@@ -128,3 +134,26 @@ def test_a_folder_that_is_gone_is_a_broker_that_is_away(tmp_path: Path, job: Job
             dispatcher.send(job)
         with pytest.raises(BrokerUnavailable):
             dispatcher.ping()
+
+
+def test_what_could_not_be_sent_is_sent_by_the_next_sweep(sqlite_url: str, tmp_path: Path) -> None:
+    """While the broker is away no waiting job loses its turn: as soon as it is back, one sweep sends every message."""
+    now = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+    store = TuningStore(sqlite_url, clock=lambda: now)
+    jobs = [store.submit(make_spec(str(n))).job for n in range(3)]
+    now += dt.timedelta(hours=1)
+    queue = tmp_path / "broker" / "queue"
+    with dispatching(EMBEDDED_BROKER, tmp_path) as dispatcher:
+        inspector = Inspector(("false",), timeout_s=1, at_once=1)
+        services = Services(quiet(tmp_path), store, BlobStore(tmp_path / "blobs"), dispatcher, inspector)
+        queue.rmdir()
+        for _ in range(2):
+            sweep_once(services)
+        queue.mkdir()
+        sweep_once(services)
+        assert len(list(queue.iterdir())) == 3
+        sweep_once(services)
+        assert len(list(queue.iterdir())) == 3
+    messages = received(EMBEDDED_BROKER, tmp_path, queue_for(jobs[0].spec.key.device.name), 3)
+    assert sorted(message.payload[0][0] for message in messages) == sorted(job.id for job in jobs)
+    store.close()

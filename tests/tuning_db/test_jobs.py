@@ -25,7 +25,7 @@ from tuning_db.jobs import (
     JobState,
     SearchConfig,
 )
-from tuning_db.store import TuningStore
+from tuning_db.store import RESENT_WITHIN, TuningStore
 
 BUDGETS = st.builds(
     SearchConfig,
@@ -124,6 +124,7 @@ class Life:
     cancel: bool = False
     heartbeat_at: dt.datetime | None = None
     woken_at: dt.datetime | None = None
+    queued_at: dt.datetime | None = None
     history: list[tuple[str, int]] = field(default_factory=lambda: [("QUEUED", 0)])
 
     def move(self, state: JobState) -> None:
@@ -193,7 +194,7 @@ class JobLife(RuleBasedStateMachine):
         assert made.created == (expected is None)
         if expected is None:
             assert made.job.id not in self.lives
-            self.lives[made.job.id] = Life(name, trials, self.now, woken_at=self.now)
+            self.lives[made.job.id] = Life(name, trials, self.now, woken_at=self.now, queued_at=self.now)
         else:
             assert made.job.id == expected
 
@@ -258,7 +259,7 @@ class JobLife(RuleBasedStateMachine):
             case "cancelled":
                 life.move(JobState.CANCELLED)
             case "release":
-                life.woken_at = None
+                life.woken_at, life.queued_at = None, self.now
                 life.move(JobState.CANCELLED if life.cancel else JobState.QUEUED)
 
     @precondition(lambda self: self.lives)
@@ -276,7 +277,7 @@ class JobLife(RuleBasedStateMachine):
         if life.state is JobState.RUNNING:
             life.cancel = True
 
-    @rule(seconds=st.sampled_from([1, 29, 31, 61]))
+    @rule(seconds=st.sampled_from([1, 29, 31, 61, 601]))
     def time_passes(self, seconds: int) -> None:
         self.now += dt.timedelta(seconds=seconds)
 
@@ -299,16 +300,31 @@ class JobLife(RuleBasedStateMachine):
                     failed.append(job_id)
                 else:
                     life.move(JobState.QUEUED)
-                    life.woken_at = self.now
+                    life.woken_at = life.queued_at = self.now
                     requeued.append(job_id)
-            elif life.state is JobState.QUEUED and (
-                life.woken_at is None or (self.now - life.woken_at).total_seconds() > UNCLAIMED_AFTER_S
-            ):
+            elif life.state is JobState.QUEUED and self.is_forgotten(life):
                 life.woken_at = self.now
                 unclaimed.append(job_id)
         assert [j.id for j in swept.requeued] == requeued
         assert [j.id for j in swept.failed] == failed
         assert [j.id for j in swept.unclaimed if j.id in self.lives] == unclaimed
+
+    def is_forgotten(self, life: Life) -> bool:
+        if life.woken_at is None:
+            return True
+        assert life.queued_at is not None
+        waited_s = (self.now - life.woken_at).total_seconds()
+        as_long_as_before_s = (life.woken_at - life.queued_at).total_seconds()
+        enough_s = min(as_long_as_before_s, RESENT_WITHIN * UNCLAIMED_AFTER_S)
+        return waited_s > UNCLAIMED_AFTER_S and waited_s >= enough_s
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def message_fails(self, data: st.DataObject) -> None:
+        job_id = self.any_job(data)
+        self.store.not_woken([job_id])
+        if self.lives[job_id].state is JobState.QUEUED:
+            self.lives[job_id].woken_at = None
 
     @invariant()
     def agrees(self) -> None:
