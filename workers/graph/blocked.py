@@ -20,8 +20,8 @@ import numpy as np
 import tvm
 from numpy.typing import NDArray
 from tvm import relax, tirx
-from tvm.ir.expr import GenericConst
-from tvm.s_tir import SBlock
+from tvm.ir.expr import GenericConst, TensorLoad
+from tvm.s_tir import SBlock, SBlockRealize
 
 from workers.graph.computations import (
     Computation, Convolution, Copy, Fused, Pointwise, Pooling, Window, pack_weights,
@@ -271,7 +271,7 @@ class BlockedGraph:
                 and reader.operator == "nn.conv2d"
                 and reader.index in self._group_of
                 and reader.arguments[0].same_as(self._nodes[group.last].variable)
-                and Program(tuple(group.steps)).is_cheap
+                and Program(tuple(_merge_affine(group, _shape(group.first)[1])[0])).is_cheap
             ):
                 found[reader.index] = group
         return found
@@ -620,19 +620,16 @@ def _extremum(module: tvm.ir.IRModule, call: relax.Call) -> tuple[str, list[Any]
     arguments = list(call.args[1].fields)
     if len(arguments) != 2:
         return None
-    stores: list[Any] = []
-
-    def visit(statement: Any) -> None:
-        if isinstance(statement, SBlock) and isinstance(statement.body, tirx.BufferStore):
-            stores.append(statement.body)
-
-    tirx.stmt_functor.post_order_visit(module[call.args[0]].body, visit)
-    if len(stores) != 1:
-        return None
-    value = stores[0].value
+    statement = module[call.args[0]].body
+    while not isinstance(statement, tirx.BufferStore):
+        inner = statement.block if isinstance(statement, SBlockRealize) else statement
+        if not isinstance(inner, SBlockRealize | SBlock | tirx.For) and inner is statement:
+            return None
+        statement = inner if inner is not statement else statement.body
+    value = statement.value
     if not isinstance(value, tirx.Max | tirx.Min):
         return None
-    if not (isinstance(value.a, tirx.BufferLoad) and isinstance(value.b, tirx.BufferLoad)):
+    if not (isinstance(value.a, TensorLoad) and isinstance(value.b, TensorLoad)):
         return None
     return ("maximum" if isinstance(value, tirx.Max) else "minimum"), arguments
 

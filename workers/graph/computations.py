@@ -22,6 +22,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import te, tirx
 
+from workers.graph import winograd
 from workers.graph.pointwise import Program
 from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
 
@@ -135,6 +136,11 @@ def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
     assert isinstance(computation, Convolution)
     out_blocks, in_units, kh, kw, unit, block = computation.weight_shape
+    if variant.startswith("winograd"):
+        weight = winograd.transform_weights(weight, int(variant.removeprefix("winograd")))
+        tile = weight.shape[0]
+        parts = weight.reshape(tile, tile, out_blocks, block, in_units, unit)
+        return np.ascontiguousarray(parts.transpose(0, 1, 2, 4, 5, 3))
     weight = weight[:, : in_units * unit]
     missing = in_units * unit - weight.shape[1]
     if missing:
@@ -142,10 +148,10 @@ def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -
     return np.ascontiguousarray(weight.reshape(out_blocks, block, in_units, unit, kh, kw).transpose(0, 2, 4, 5, 3, 1))
 
 
-def variants(computation: Computation, *, winograd: bool) -> dict[str, tvm.tirx.PrimFunc]:
+def variants(computation: Computation, *, rounding: bool) -> dict[str, tvm.tirx.PrimFunc]:
     """Every function that computes this, by name. All have the same data, other inputs and result."""
     if isinstance(computation, Convolution):
-        return convolution_variants(computation, winograd=winograd)
+        return convolution_variants(computation, rounding=rounding)
     if isinstance(computation, Pooling):
         return {"window": pooling(computation)}
     if isinstance(computation, Pointwise):
@@ -153,7 +159,7 @@ def variants(computation: Computation, *, winograd: bool) -> dict[str, tvm.tirx.
     return {"copy": copy(computation)}
 
 
-def convolution_variants(conv: Convolution, *, winograd: bool) -> dict[str, tvm.tirx.PrimFunc]:
+def convolution_variants(conv: Convolution, *, rounding: bool) -> dict[str, tvm.tirx.PrimFunc]:
     """Every computation of this convolution that may be the fastest, by name. All have equal data, other inputs and
     result; their weights differ (`pack`)."""
     variants = {}
@@ -161,6 +167,8 @@ def convolution_variants(conv: Convolution, *, winograd: bool) -> dict[str, tvm.
         variants["flat"] = flat(conv)
     else:
         variants["direct"] = direct(conv)
+    if rounding:
+        variants |= {f"winograd{m}": winograd_function(conv, m) for m in winograd_tiles(conv)}
     return variants
 
 
@@ -249,6 +257,96 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
         schedule.get_sblock("result"), ("write", 0), lambda n, o, p, v: (n, o, p // ow_, p % ow_, v)
     )
     return schedule.mod["main"]
+
+
+def winograd_tiles(conv: Convolution) -> tuple[int, ...]:
+    """Output tiles that Winograd's algorithm may be tried with: none where it does not apply or cannot win."""
+    window = conv.window
+    square = window.kernel[0] == window.kernel[1] and window.kernel[0] in (3, 5)
+    plain = window.strides == (1, 1) and window.dilation == (1, 1)
+    if not square or not plain or conv.groups > 1 or conv.table or conv.plain_channels or conv.unit != conv.block:
+        return ()
+    _, _, oh, ow, _ = conv.result_shape
+    tiles = (2, 4, 6) if window.kernel[0] == 3 else (2, 4)
+    # A tile that is mostly outside of the picture multiplies zeros.
+    return tuple(m for m in tiles if _rounded(oh, m) * _rounded(ow, m) < 1.8 * oh * ow)
+
+
+def _rounded(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def winograd_function(conv: Convolution, outputs: int) -> tvm.tirx.PrimFunc:
+    """F(outputs², kernel²): tiles of data are transformed, multiplied channel by channel, and transformed back.
+
+    Its weights are transformed too (`pack_weights`): [tile, tile, out_blocks, in_units, unit, block].
+    """
+    taps = conv.window.kernel[0]
+    tile = outputs + taps - 1
+    (top, left, _, _) = conv.window.padding
+    n_, o_, oh_, ow_, v_ = conv.result_shape
+    rows, columns = -(-oh_ // outputs), -(-ow_ // outputs)
+    tiles = n_ * rows * columns
+    back, _, forth = winograd.matrices(outputs, taps)
+    shape = (tile, tile, o_, conv.in_units, conv.unit, v_)
+    data, weight, _, pre, post = _parameters(conv, shape)
+    load = _loader(conv, data, pre)
+
+    def pad(n: Any, c: Any, h: Any, w: Any, i: Any) -> Any:
+        tests = _inside(h, rows * outputs + taps - 1, top, conv.height)
+        tests += _inside(w, columns * outputs + taps - 1, left, conv.width)
+        value = load(n, c, h - top, w - left, i)
+        return te.if_then_else(te.all(*tests), value, tirx.const(0, "float32")) if tests else value
+
+    stage = te.compute(
+        (n_, conv.in_blocks, rows * outputs + taps - 1, columns * outputs + taps - 1, conv.block), pad, name="stage"
+    )
+
+    def row_of(p: Any) -> Any:
+        return (p // columns) % rows
+
+    half = te.compute(
+        (conv.in_units, tiles, tile, tile, conv.unit),
+        lambda c, p, a, j, i: winograd.combine(
+            forth, a,
+            lambda k: stage[p // (rows * columns), c, row_of(p) * outputs + k, (p % columns) * outputs + j, i],
+        ),
+        name="data_rows",
+    )  # fmt: skip
+    transformed = te.compute(
+        (tile, tile, conv.in_units, tiles, conv.unit),
+        lambda a, b, c, p, i: winograd.combine(forth, b, lambda k: half[c, p, a, k, i]),
+        name="data_tiles",
+    )
+    ic, ii = te.reduce_axis((0, conv.in_units), "ic"), te.reduce_axis((0, conv.unit), "ii")
+    total = te.compute(
+        (tile, tile, o_, tiles, v_),
+        lambda a, b, o, p, v: te.sum(transformed[a, b, ic, p, ii] * weight[a, b, o, ic, ii, v], axis=[ic, ii]),
+        name="sum",
+    )
+    products = te.compute((tile, tile, o_, tiles, v_), lambda *index: total[index], name="products")
+    rows_back = te.compute(
+        (o_, tiles, outputs, tile, v_),
+        lambda o, p, i, b, v: winograd.combine(back, i, lambda k: products[k, b, o, p, v]),
+        name="result_rows",
+    )
+    pixels = te.compute(
+        (o_, tiles, outputs, outputs, v_),
+        lambda o, p, i, j, v: winograd.combine(back, j, lambda k: rows_back[o, p, i, k, v]),
+        name="result_tiles",
+    )
+    finish = _epilogue(conv.epilogue, post)
+
+    def pixel(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        place = (n * rows + h // outputs) * columns + w // outputs
+        return finish(pixels[o, place, h % outputs, w % outputs, v], (n, o, h, w, v))
+
+    result = te.compute((n_, o_, oh_, ow_, v_), pixel, name="result")
+    geometry = {
+        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "ii": conv.unit, "outputs": outputs,
+        "tile": tile, "rows": rows, "columns": columns, "others": len(conv.epilogue.inputs),
+    }  # fmt: skip
+    return _function([data, weight, *pre, *post, result], "winograd", geometry)
 
 
 def _parameters(conv: Convolution, weight_shape: Sequence[int]) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
