@@ -93,7 +93,7 @@ def test_vectorised_loops_stay_vectors(name: str, host: Host) -> None:
     assembly = compiled.mod.inspect_source("asm")
     packed = r"v(mul|fmadd\d+)ps\s.*%[yz]mm" if host.identity.arch == "x86_64" else r"fml?[mulad]+\s+v\d+\.4s"
     assert re.search(packed, assembly)
-    library_call = rf"\b(call|jmp|bl)\w*\s+\S*{'exp' if name == 'sigmoid' else name}f"
+    library_call = r"\b(call|jmp|bl)\w*\s+\S*(exp|log|erf|tanh)f"
     assert not re.search(library_call, assembly)
 
 
