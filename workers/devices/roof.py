@@ -22,7 +22,7 @@ from workers.processes import die_with_parent
 
 #: A figure is the best of the samples that fit into this time; four are taken.
 _SECONDS_EACH: Final = 0.3
-_SAMPLE_S: Final = 0.002
+_SAMPLE_S: Final = 0.001
 #: Where the machine hides its caches: small enough to be a cache's, large enough to be past any.
 _USUAL_CACHES: Final = (32 << 10, 512 << 10, 32 << 20)
 #: No more of the machine's memory than this share is taken for the measurement.
@@ -58,7 +58,7 @@ class _Spec:
     threads: int
 
 
-def measure(target: str, cache_bytes: Sequence[int], threads: int, *, deadline_s: float = 60.0) -> RoofMeasurement:
+def measure(target: str, cache_bytes: Sequence[int], threads: int, *, deadline_s: float = 120.0) -> RoofMeasurement:
     """The roof of this machine for `threads` threads. `target` is TVM's as canonical JSON, `cache_bytes` are L1 data,
     L2 and L3 of one core as far as known: both as `local_cpu` reports them.
 
