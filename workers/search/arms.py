@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from workers.search.candidates import SKETCHES, TEMPLATE, Operator, Variant
+from workers.search.templates.knobs import Config
 
 #: The share of its time that an arm is assumed to win in a round before it has shown anything.
 _FIRST_SHARE: Final = 0.3
@@ -38,6 +39,7 @@ class Arm:
     trials: int = 0  #: of this arm, those of earlier jobs too
     rounds: int = 0  #: of this search
     best_s: float | None = None
+    best_config: Config | None = None  #: of a template
     last_gain: float = 0.0  #: share of its time that the last round saved
     dry_trials: int = 0  #: since its best was found
     promise: float | None = None  #: share of its best that the cost model still expects to save; None without a model
@@ -58,15 +60,15 @@ class Arm:
         """Whether a template has had its chance, so that sketches may have theirs."""
         return self.is_stalled or self.dry_trials >= _SKETCH_PATIENCE
 
-    def observe(self, median_s: float | None) -> None:
-        """One more trial; None is a failure."""
+    def observe(self, median_s: float | None, config: Config | None) -> None:
+        """One more trial, of this choice of the template; None seconds are a failure."""
         self.trials += 1
         if median_s is not None and (self.best_s is None or median_s < self.best_s * (1 - _NOISE)):
             self.dry_trials = 0
         else:
             self.dry_trials += 1
-        if median_s is not None:
-            self.best_s = median_s if self.best_s is None else min(self.best_s, median_s)
+        if median_s is not None and (self.best_s is None or median_s < self.best_s):
+            self.best_s, self.best_config = median_s, config
 
     def end_round(self, before_s: float | None) -> None:
         """A round has ended that began with a best of `before_s`."""

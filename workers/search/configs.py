@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -85,7 +86,7 @@ class ConfigSpace:
             firsts = [number for number in firsts if key_of(self.configs[number]) not in known]
             guess = [number for number in open_numbers if number == 0]
             first: list[Iterator[int]] = [ranked, iter(firsts), iter(guess)]
-            sources = first if model is not None else [iter([*firsts[:2], *guess, *firsts[2:]]), drawn]
+            sources = first if model is not None else [itertools.chain(firsts[:1], guess, firsts[1:], drawn)]
         else:
             neighbours = iter(self._neighbours(best, open_numbers, rng))
             for _ in range(count):

@@ -39,7 +39,8 @@ class TemplateExperience:
     model: ConfigModel | None = None
     _samples: dict[tuple[str, frozenset[tuple[str, int]]], ConfigSample] = field(default_factory=dict)
     _best: dict[str, tuple[float, Geometry, Config]] = field(default_factory=dict)  #: by workload digest
-    _trained_on: int = 0
+    _known: int = 0  #: outcomes of the whole scope, also those beyond `LIMIT`
+    _trained_on: int = 0  #: of them
     _stored_on: int = 0
 
     @property
@@ -49,7 +50,9 @@ class TemplateExperience:
 
     def load(self) -> None:
         """What the store holds: outcomes, and the model if it is not stale. To be called once, before anything else."""
-        for experience in self.records.experience(self.template.name, LIMIT):
+        self._known = self.records.experience_count(self.template.name)
+        # Oldest first, as what this job adds comes last.
+        for experience in reversed(self.records.experience(self.template.name, LIMIT)):
             self._add(experience.workload, experience.geometry, experience.config, experience.median_s)
         stored = self.records.cost_model(self.name)
         if stored is None or stored.format_version != FORMAT:
@@ -73,6 +76,7 @@ class TemplateExperience:
         if trial.config is not None:
             median_s = trial.outcome.median_s if isinstance(trial.outcome, Measured) else None
             self._add(trial.workload, geometry, trial.config, median_s)
+            self._known += 1
 
     def near(self, workload: str, geometry: Geometry, count: int) -> list[Config]:
         """The best choices of the `count` other workloads whose sizes are nearest, by ratio."""
@@ -85,7 +89,7 @@ class TemplateExperience:
 
     def train(self, server: ForkServer, seed: int) -> None:
         """Train anew if a fifth more is known than the last time."""
-        if len(self._samples) < max(cost_model.MIN_SAMPLES, min(LIMIT, self._trained_on * _GROWTH)):
+        if len(self._samples) < cost_model.MIN_SAMPLES or self._known < self._trained_on * _GROWTH:
             return
         try:
             model = server.call_retrying(
@@ -94,7 +98,7 @@ class TemplateExperience:
         except ChildFailed as failure:
             self.report("warning", {"message": f"the cost model {self.name!r} was not trained: {failure}"})
             return
-        self._trained_on = len(self._samples)
+        self._trained_on = self._known
         self.model = model if model is not None else self.model
 
     def save(self) -> None:

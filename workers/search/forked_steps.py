@@ -19,6 +19,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
 from tuning_db.trials import Workload, trace_digest
+from workers.graph import elementary
 from workers.graph.pipeline import pass_context
 from workers.search.candidates import Built, Candidate, Features, Measurement, canonical_trace
 from workers.search.cost_model import CostModel
@@ -123,7 +124,8 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
     schedule = schedule_of(candidate.workload, candidate.trace)
     features = None if candidate.config is not None else extract_features(target, candidate.workload, schedule)
     with pass_context():
-        executable = tvm.compile(RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod), target=target)
+        packed = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod)
+        executable = tvm.compile(elementary.lower_module(packed), target=target)
     name = f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
     return Built(
         library=str(link(executable.mod, Path(folder) / name)),

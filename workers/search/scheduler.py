@@ -217,7 +217,7 @@ class Scheduler:
         for trial in self.records.of(arm.variant.workload.digest):
             if (trial.config is None) != (arm.tuner == SKETCHES):
                 continue
-            arm.observe(trial.outcome.median_s if isinstance(trial.outcome, Measured) else None)
+            arm.observe(trial.outcome.median_s if isinstance(trial.outcome, Measured) else None, trial.config)
         arm.dry_trials = 0  # the store does not tell in which order they came
 
     def _load_template(self, variant: Variant) -> None:
@@ -339,7 +339,7 @@ class Scheduler:
         assert workload.template is not None
         assert workload.geometry is not None
         experience = self._experience[workload.template]
-        best = next((t.config for t, _ in self.records.top(workload.digest, 1) if t.config is not None), None)
+        best = pick.arm.best_config
         return self._space(pick.arm.variant).choose(
             pick.count,
             known=self._tried(pick.arm.variant),
@@ -484,7 +484,7 @@ class Scheduler:
         candidate = proposal.candidate
         workload = candidate.workload
         median_s = outcome.median_s if isinstance(outcome, Measured) else None
-        proposal.pick.arm.observe(median_s)
+        proposal.pick.arm.observe(median_s, candidate.config)
         if workload.template is not None and candidate.config is not None:
             self._experience[workload.template].learn(workload.geometry or {}, _trial(candidate, outcome))
         if not isinstance(built, Built):
@@ -609,9 +609,9 @@ class Scheduler:
             workload = arm.variant.workload
             assert workload.template is not None
             model = self._experience[workload.template].model
-            best = next((t.config for t, _ in self.records.top(workload.digest, 1) if t.config is not None), None)
-            if model is not None and best is not None:
-                arm.promise = self._space(arm.variant).promise(best, self._tried(arm.variant), model)
+            if model is not None and arm.best_config is not None:
+                tried = self._tried(arm.variant)
+                arm.promise = self._space(arm.variant).promise(arm.best_config, tried, model)
 
     def _save(self) -> None:
         """Cost models that have learnt something, for the jobs that come."""
