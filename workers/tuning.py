@@ -6,6 +6,7 @@ The supervisor that started it owns heartbeats, cancelling and the verdict when 
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import statistics
@@ -13,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from tuning_db.blobs import BlobStore
+from tuning_db.catalog import Roof
 from tuning_db.errors import (
     BlobCorrupt,
     BuildFailed,
@@ -39,16 +42,38 @@ from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
 from workers.processes import RETRY, bound_memory, die_with_parent
-from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
+from workers.search.forkserver import ForkServer, ServerDied
+from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
+
+if TYPE_CHECKING:
+    from workers.search.candidates import Choice, Operator
+    from workers.search.records import Records
 
 _log = structlog.get_logger()
 
 MANIFEST_VERSION: Final = 1
 _CHECK_TIMEOUT_S: Final = 300.0
-_PROFILE_TIMEOUT_S: Final = 120.0
-#: An operator without a reduction is left as fusion made it unless it takes this share of the untuned time.
-_TRIVIAL_SHARE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOutcome:
+    """What a search came to, over all attempts at the job."""
+
+    choices: Mapping[str, Choice]  #: by operator
+    trials: int
+    failures: int
+    elapsed_s: float
+    ended_by: str
+
+    @property
+    def measured(self) -> int:
+        """Operators whose choice was measured, by this job or an earlier one."""
+        return sum(choice.trial is not None for choice in self.choices.values())
+
+    def variants(self) -> dict[str, int]:
+        """How many operators are computed in which way."""
+        return dict(Counter(choice.variant.name for choice in self.choices.values()))
 
 
 class Attempt:
@@ -77,85 +102,49 @@ class Attempt:
         # TVM is imported here and not above: what refuses a job early does so without waiting for it.
         import tvm
 
+        from workers.devices.local_cpu import cpu_of
         from workers.frontend.onnx_import import import_onnx
-        from workers.graph import pipeline, tasks
+        from workers.graph import pipeline
+        from workers.graph.operators import Model
         from workers.packaging import library
         from workers.search import forked_steps
-        from workers.search.candidates import Measurement, Operator
-        from workers.search.lanes import LocalBuilder, LocalRunner
         from workers.search.records import Records
-        from workers.search.scheduler import Scheduler, SearchResult
-        from workers.search.space import SPACES
 
-        search = self.job.spec.search
-        threads = self.key.device.cores
         target = tvm.target.Target(json.loads(self.key.target))
+        cpu = cpu_of(self.key.device)
         intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
         with ForkServer(forked_steps.preload(intrinsics)) as server:
             self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
-            model = self.store.model(self.key.model)
-            imported = import_onnx(self.blobs.path_verified(model.blob), self.key.inputs, self.scratch)
+            stored = self.store.model(self.key.model)
+            imported = import_onnx(self.blobs.path_verified(stored.blob), self.key.inputs, self.scratch)
             reference = self.scratch / "reference.onnx"
             reference.write_bytes(imported.bound.SerializeToString())
 
             self.stage("graph", f"{imported.nodes_before} nodes, {imported.nodes_after} after folding")
             with target, pipeline.pass_context(self.key.options.opt_level):
-                module = pipeline.before_tuning(target)(imported.module)
-            found = tasks.extract(module)
+                simplified = pipeline.simplify()(imported.module)
+                untuned_module = pipeline.lower_operators()(simplified)
             untuned = self.scratch / "untuned.so"
-            library.compile_library(module, target, untuned)
-            kernel_s = self._profile(server, untuned, threads)
-
+            library.compile_library(untuned_module, target, untuned)
             records = Records(self.store, self.claim, self.key.record_scope())
-            workloads = records.adopt([task.module for task in found])
-            total_s = sum(kernel_s.get(name, 0.0) for task in found for name in task.functions)
-            operators, functions = [], {}
-            for task, workload in zip(found, workloads, strict=True):
-                untuned_s = statistics.fmean([kernel_s.get(name, 0.0) for name in task.functions])
-                share = untuned_s * task.calls / total_s if total_s else 0.0
-                if task.has_reduction or share >= _TRIVIAL_SHARE:
-                    operators.append(Operator(task.name, workload, task.calls, untuned_s))
-                    functions[workload.digest] = task.functions
-            self.stage("search", f"{len(operators)} of {len(found)} operators, {search.trials} trials at most")
-            result = SearchResult(0, 0, 0.0, "none")
-            before = self.job.trials_measured
-            searched_s, failures = self._searched_before()
-            if search.tuner != "none" and operators:
-                with LocalBuilder(server, self.key.target, workers=threads) as builder:
-                    scheduler = Scheduler(
-                        server=server,
-                        target=self.key.target,
-                        space=SPACES[search.tuner],
-                        builder=builder,
-                        runner=LocalRunner(server, Measurement(threads=threads)),
-                        records=records,
-                        report=self.report,
-                        operators_at_once=threads,
-                    )
-                    result = scheduler.run(operators, search, trials_before=before, elapsed_before_s=searched_s)
-                if before + result.trials > 0 and all(records.best(o.workload.digest) is None for o in operators):
-                    raise NoValidCandidate(
-                        f"none of {before + result.trials} candidates could be built and run; "
-                        "the job's trial events say why for each"
-                    )
-            chosen = records.chosen(operators)
-            self.stage("build", f"{len(chosen)} of {len(operators)} operators have a schedule that beats the default")
-            expected = [name for digest in chosen for name in functions[digest]]
+            model = Model(simplified, target, cpu.lanes, self.key.options.winograd)
+            operators = model.extract(records.adopt)
+
+            search = self.job.spec.search
+            self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
+            outcome = self._search(server, cpu, operators, records)
+            self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
             tuned = self.scratch / "tuned.so"
-            if chosen:
-                scheduled = library.apply_schedules(module, records.database(operators, target), target, expected)
-                library.compile_library(scheduled, target, tuned)
+            library.compile_library(model.assemble(outcome.choices), target, tuned)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
-        libraries = {"untuned": str(untuned)} | ({"tuned": str(tuned)} if chosen else {})
-        verdict = self._compare(reference, libraries, threads)
+        libraries = {"untuned": str(untuned), "tuned": str(tuned)}
+        verdict = self._compare(reference, libraries, cpu.threads)
         label = self._pick(verdict)
         latency = {
             name: {"median_s": statistics.median(samples), "samples_s": samples}
             for name, samples in verdict["samples_s"].items()
         }
-        # Without a schedule the library is the untuned one, and its latency is the tuned latency too.
-        latency.setdefault("tuned", latency["untuned"])
         digest, size = self.blobs.put(Path(libraries[label]))
         self.stage("publish", f"{label} library, {latency[label]['median_s'] * 1e3:.3f} ms")
         manifest: dict[str, Json] = {
@@ -167,19 +156,83 @@ class Attempt:
             "variant": label,
             "latency": to_json(latency),
             "check": verdict["checks"][label],
-            "graph": {"nodes_before": imported.nodes_before, "nodes_after": imported.nodes_after, "tasks": len(found)},
-            "records": {"tuned_tasks": len(operators), "applied": len(chosen) if label == "tuned" else 0},
+            "graph": {
+                "nodes_before": imported.nodes_before,
+                "nodes_after": imported.nodes_after,
+                "operators": len(operators),
+                "kernels": sum(operator.weight for operator in operators),
+            },
+            "records": {
+                "tuned_tasks": len(operators),
+                "applied": outcome.measured if label == "tuned" else 0,
+                "variants": to_json(outcome.variants()) if label == "tuned" else {},
+            },
             "search": {
                 **_as_dict(to_json(search)),
-                "trials_measured": before + result.trials,
-                "failed_trials": failures + result.failures,
-                "elapsed_s": round(searched_s + result.elapsed_s, 2),
-                "ended_by": result.reason,
+                "trials_measured": outcome.trials,
+                "failed_trials": outcome.failures,
+                "elapsed_s": round(outcome.elapsed_s, 2),
+                "ended_by": outcome.ended_by,
             },
             "attempt": self.claim.attempt,
             "elapsed_s": round(time.monotonic() - self.started_s, 2),
         }
         self.store.publish(self.claim, (digest, size), latency[label]["median_s"], manifest)
+
+    def _search(self, server: ForkServer, cpu: Cpu, operators: Sequence[Operator], records: Records) -> SearchOutcome:
+        """Search, or go by what is known already, and say how each operator is to be compiled."""
+        from workers.search.candidates import Measurement
+        from workers.search.lanes import LocalBuilder, LocalRunner
+        from workers.search.scheduler import Scheduler
+        from workers.search.templates.registry import TEMPLATES
+
+        search = self.job.spec.search
+        before = self.job.trials_measured
+        searched_s, failures = self._searched_before()
+        with LocalBuilder(server, self.key.target, workers=cpu.threads) as builder:
+            scheduler = Scheduler(
+                server=server,
+                target=self.key.target,
+                cpu=cpu,
+                templates=TEMPLATES,
+                builder=builder,
+                runner=LocalRunner(server, Measurement(threads=cpu.threads)),
+                records=records,
+                report=self.report,
+                roof=self._roof() if search.trials else None,
+                operators_at_once=cpu.threads,
+            )
+            result = scheduler.run(operators, search, trials_before=before, elapsed_before_s=searched_s)
+            choices = scheduler.choice()
+        measured = sum(choice.trial is not None for choice in choices.values())
+        if before + result.trials > 0 and operators and not measured:
+            raise NoValidCandidate(
+                f"none of {before + result.trials} candidates could be built and run; "
+                "the job's trial events say why for each"
+            )
+        return SearchOutcome(
+            choices, before + result.trials, failures + result.failures, searched_s + result.elapsed_s, result.reason
+        )
+
+    def _roof(self) -> Roof | None:
+        """The device's roof: measured once, then known. Without it no operator counts as fast as it can be."""
+        from workers.devices import roof
+
+        known = self.store.roof(self.key.device)
+        if known is not None:
+            return known
+        self.stage("roof", "measuring what this device can do at most")
+        try:
+            found = roof.measure(self.key.target, self.key.device.cache_bytes, self.key.device.cores)
+        except roof.RoofNotMeasured as error:
+            self.report("warning", {"message": str(error)})
+            return None
+        measured = Roof(
+            found.flops_per_s, found.bytes_per_s, found.flops_per_s_one_thread,
+            dt.datetime.now(dt.UTC), self.key.toolchain,
+        )  # fmt: skip
+        self.store.put_roof(self.key.device, measured)
+        return measured
 
     def _check_toolchain(self) -> None:
         """A job waits in its queue while a worker is upgraded: what it was promised must be what builds it."""
@@ -194,24 +247,6 @@ class Attempt:
                 "this worker is not what the job was submitted for: "
                 f"{'; '.join(map(str, differences))}; submit the job again"
             )
-
-    def _profile(self, server: ForkServer, library: Path, threads: int) -> dict[str, float]:
-        """Seconds of each kernel of the untuned library. LoadFailed if it does not run on any of the examples."""
-        from workers.packaging.profile import profile
-        from workers.packaging.reference import INTEGER_RANGES
-
-        for integers in INTEGER_RANGES:
-            try:
-                kernel_s: dict[str, float] = server.call(
-                    profile, str(library), self.key.inputs, threads, 7, integers, deadline_s=_PROFILE_TIMEOUT_S
-                )
-            except ServerDied:
-                raise
-            except ChildFailed as failure:
-                last = failure
-            else:
-                return kernel_s
-        raise LoadFailed(f"the untuned library does not run on this device: {last}") from last
 
     def _searched_before(self) -> tuple[float, int]:
         """Seconds of search and failed trials of earlier attempts, from the events that they left."""

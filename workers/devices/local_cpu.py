@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuning_db.keys import DeviceIdentity, canonical_json
+from workers.search.templates.knobs import Cpu
 
 #: LLVM's name of each x86 feature that changes generated code → the kernel's name in /proc/cpuinfo.
 X86_FEATURES: Final[Mapping[str, str]] = {
@@ -136,6 +137,21 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
     if hidden:
         raise UnusableDevice(f"LLVM would use {', '.join(sorted(hidden))}, which this CPU does not report")
     return canonical_json(base).decode()
+
+
+def cpu_of(identity: DeviceIdentity) -> Cpu:
+    """What schedule templates must know of this CPU."""
+    features = set(identity.features)
+    if "avx512f" in features:
+        lanes, registers = 16, 32
+    elif identity.arch == "x86_64":
+        lanes, registers = (8 if "avx" in features else 4), 16
+    else:
+        # SVE's vectors have no length that is known here; code for NEON runs on every aarch64.
+        lanes, registers = 4, 32
+    # Where the kernel does not tell, what the smallest core of the last ten years has.
+    l1_bytes, l2_bytes = identity.cache_bytes[:2] if len(identity.cache_bytes) >= 2 else (32 << 10, 256 << 10)
+    return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores)
 
 
 def _is_known(base: Mapping[str, Any], feature: str) -> bool:

@@ -24,7 +24,14 @@ from tvm.ir.expr import GenericConst, TensorLoad
 from tvm.s_tir import SBlock, SBlockRealize
 
 from workers.graph.computations import (
-    Computation, Convolution, Copy, Fused, Pointwise, Pooling, Window, pack_weights,
+    Computation,
+    Convolution,
+    Copy,
+    Fused,
+    Pointwise,
+    Pooling,
+    Window,
+    pack_weights,
 )  # fmt: skip
 from workers.graph.layout import NONE, Slots
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
@@ -117,9 +124,11 @@ class BlockedGraph:
         """Whether nothing of the graph is ours."""
         return not self._blocked
 
-    def emit(self, choose: Choose) -> tvm.ir.IRModule:
-        """The module with kernels as `choose` gives them."""
-        return _Emission(self, choose).module()
+    def emit(self, choose: Choose) -> tuple[tvm.ir.IRModule, dict[str, Computation]]:
+        """The module with kernels as `choose` gives them, and the computation of each kernel's name."""
+        emission = _Emission(self, choose)
+        module = emission.module()
+        return module, emission.computations
 
     # Division into kernels
 
@@ -139,26 +148,24 @@ class BlockedGraph:
         if operator in _ANCHORS:
             if not _ANCHORS[operator](self, node):
                 return
-            self._begin(_Group(node.index, [node.index]))
-        elif operator in ("reshape", "concat", "permute_dims"):
-            if operator == "concat" and _is_channel_concat(node) and all(map(self._is_blocked, arguments[0].fields)):
-                self._begin(_Group(node.index, [node.index]), alone=True)
-            elif operator == "reshape" and self._is_blocked(arguments[0]) and _drops_pixels(arguments[0], node):
-                self._begin(_Group(node.index, [node.index]), alone=True)
+            group = _Group(node.index, [node.index])
+            self._grow(group, node.variable, node.index + 1)
+            self._settle(group)
+        elif operator == "concat":
+            if _is_channel_concat(node) and all(map(self._is_blocked, arguments[0].fields)):
+                self._settle(_Group(node.index, [node.index]))
+        elif operator == "reshape":
+            if self._is_blocked(arguments[0]) and _drops_pixels(arguments[0], node):
+                self._settle(_Group(node.index, [node.index]))
             else:
                 self._shuffle(node)
         elif operator in OPERATORS and len(node.shape) in (2, 4):
             first = next((a for a in arguments if self._is_blocked(a) and _shape(a) == node.shape), None)
             if first is not None:
                 group = _Group(None, [], first=first)
-                self._grow(group, first)
+                self._grow(group, first, node.index)
                 if group.members:
                     self._settle(group)
-
-    def _begin(self, group: _Group, *, alone: bool = False) -> None:
-        if not alone:
-            self._grow(group, self._nodes[group.members[0]].variable)
-        self._settle(group)
 
     def _settle(self, group: _Group) -> None:
         for index in group.members:
@@ -189,24 +196,20 @@ class BlockedGraph:
         ):
             self._settle(_Group(chain[0].index, [n.index for n in chain]))
 
-    def _grow(self, group: _Group, value: Any) -> None:
-        """Take in elementwise nodes behind `value` as far as everything that reads a part of them is taken in too."""
+    def _grow(self, group: _Group, value: Any, begin: int) -> None:
+        """Take in elementwise nodes from `begin` on, as far as everything that reads a part of them is taken in too.
+
+        They are what comes of `value`: the anchor's, or what a group without anchor starts from, which others may read.
+        """
         shape = _shape(value)
-        anchor = self._node(value)
-        tail = anchor.uses if anchor is not None else []
         inside: dict[Any, Ref] = {value: VALUE}
         steps: list[Step] = []
         operands: list[Any] = []
         taken: list[_Node] = []
         spread = group.anchor is not None and self._nodes[group.anchor].operator == "nn.conv2d_transpose"
-        begin = min((use for use in tail if use >= 0), default=0) if group.anchor is not None else 0
-        if group.anchor is None:
-            begin = min(n.index for n in self._readers(value) if n.index not in self._group_of and n.shape == shape)
         for node in self._nodes[begin : begin + 4 * _MAX_STEPS]:
             if not any(a in inside for a in node.arguments if isinstance(a, relax.Var)):
                 continue
-            if group.anchor is None and not taken and node.index != begin:
-                break
             step = None
             if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
                 step = self._step(node, shape, inside, operands, constants_only=spread)
@@ -219,10 +222,6 @@ class BlockedGraph:
             if self._is_closed(group, value, taken):
                 group.members += [n.index for n in taken[len(group.steps) :]]
                 group.steps, group.operands = list(steps), list(operands)
-
-    def _readers(self, value: Any) -> list[_Node]:
-        node = self._node(value)
-        return [self._nodes[use] for use in node.uses if use >= 0] if node is not None else []
 
     def _is_closed(self, group: _Group, value: Any, taken: Sequence[_Node]) -> bool:
         """Whether only the last node taken is read from outside. What a group without anchor starts from may be."""
@@ -289,6 +288,7 @@ class _Emission:
         self._as_plain: dict[Any, Any] = {}
         self._as_blocked: dict[tuple[Any, Slots], _Blocked] = {}
         self._names: dict[str, int] = {}
+        self.computations: dict[str, Computation] = {}
 
     def module(self) -> tvm.ir.IRModule:
         graph = self._graph
@@ -353,7 +353,9 @@ class _Emission:
             number = self._names[stem] = self._names.get(stem, -1) + 1
             name = f"{stem}_{number}"
             function = function.with_attr({"global_symbol": name, "op_pattern": _OPAQUE})
-            self._functions[computation] = (variant, self._builder.add_func(function, name))
+            variable = self._builder.add_func(function, name)
+            self._functions[computation] = (variant, variable)
+            self.computations[variable.name_hint] = computation
         variant, function_name = self._functions[computation]
         arguments = list(data)
         if weight is not None:
@@ -397,7 +399,9 @@ class _Emission:
         if group.anchor is None:
             data = self._blocked(group.first, None)
             fused, others = self._fuse(group, data.slots, shape)
-            computation: Computation = Pointwise(shape[0], data.slots.blocks, *data.size, self._graph.block, (1, 1), fused)
+            computation: Computation = Pointwise(
+                shape[0], data.slots.blocks, *data.size, self._graph.block, (1, 1), fused
+            )
             return _Blocked(self._call(computation, [data.variable], others=others), data.slots, shape)
         node = nodes[group.anchor]
         if node.operator == "reshape" and len(group.members) == 3:
@@ -463,7 +467,7 @@ class _Emission:
             groups, window = int(node.attributes.groups), _window(node)
         source = node.arguments[0]
         channels = _shape(source)[1]
-        pre, data, before = Fused(), None, []
+        pre, data, before = Fused(), None, list[Any]()
         if groups > 1 or channels > _FEW_CHANNELS or self._graph._is_blocked(source):
             pre, data, before = self._prologue(node)
         scale, shift, steps, operands = _fold_affine(group, shape[1])
@@ -548,7 +552,7 @@ class _Emission:
             operands = [*operands, shift]
         inputs, shapes = [], []
         for operand in operands:
-            if isinstance(operand, GenericConst) or isinstance(operand, np.ndarray):
+            if isinstance(operand, GenericConst | np.ndarray):
                 vector = slots.vector(_channel_vector(operand, shape[1]).astype("float32"))
                 inputs.append(relax.const(vector))
                 shapes.append(tuple(vector.shape))
@@ -815,9 +819,7 @@ def _is_prefix(slots: Slots) -> bool:
 # Constants folded into each other
 
 
-def _leading_affine(
-    steps: Sequence[Step], operands: Sequence[Any], channels: int
-) -> tuple[int, Array, Array]:
+def _leading_affine(steps: Sequence[Step], operands: Sequence[Any], channels: int) -> tuple[int, Array, Array]:
     """How many steps from the first are x × constant + constant, one after the other, and what they come to."""
     scale, shift = np.ones(channels), np.zeros(channels)
     reads: dict[Ref, int] = {}

@@ -130,7 +130,7 @@ class Convolution:
 
 
 def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -> NDArray[Any]:
-    """Weights [out slots, in slots or reads, kh, kw], of a depthwise window [slots, kh, kw], as a variant reads them."""
+    """Weights [out slots, in slots or reads, kh, kw], or of a depthwise window [slots, kh, kw], as a variant has them."""
     if isinstance(computation, Pooling):
         blocks, block = computation.blocks, computation.block
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
@@ -442,7 +442,7 @@ _PADDING_VALUE = {"depthwise": 0.0, "average": 0.0, "max": -3.4028234663852886e3
 
 def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
     """The function of a `Pooling`."""
-    (top, left, bottom, right), (sh, sw) = pool.window.padding, pool.window.strides
+    (top, left, _, _), (sh, sw) = pool.window.padding, pool.window.strides
     (dh, dw), (kh_, kw_) = pool.window.dilation, pool.window.kernel
     n_, c_, oh_, ow_, v_ = pool.result_shape
     data = te.placeholder(pool.data_shape, name="data")
@@ -630,8 +630,10 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         limit = move.channels
         if tables:
             slot = tables[0][slot]
-            taken = source[n, tirx.max(slot, 0), h, w] if move.kind == "block" else (
-                source[n, tirx.max(slot, 0) // block, h, w, tirx.max(slot, 0) % block]
+            taken = (
+                source[n, tirx.max(slot, 0), h, w]
+                if move.kind == "block"
+                else (source[n, tirx.max(slot, 0) // block, h, w, tirx.max(slot, 0) % block])
             )
             return tirx.Select(slot >= 0, taken, zero)
         if move.out_blocks * block == limit:

@@ -11,22 +11,37 @@ from typing import Any, Final
 import tvm
 from tvm import relax
 
-PIPELINE: Final = "cpu-fuse-prepack-1"
+PIPELINE: Final = "cpu-blocked-2"
 
 
 def pass_context(opt_level: int = 3) -> Any:
     """The options that every build of this pipeline uses, a candidate's and the final library's alike."""
-    return tvm.transform.PassContext(opt_level=opt_level)
+    return tvm.transform.PassContext(
+        opt_level=opt_level,
+        # Tiles that do not divide an axis leave a tail: split off, the loops before it need no test.
+        config={"s_tir.LoopPartition": {"partition_const_loop": True}},
+    )
 
 
-def before_tuning(target: tvm.target.Target) -> tvm.transform.Pass:
-    """Simplify, lower operators to loops, fuse, and mark the constant weights whose layout a schedule may choose."""
+def simplify() -> tvm.transform.Pass:
+    """The imported module in fewer and simpler operators: what `workers.graph.blocked` reads."""
     return tvm.transform.Sequential(
         [
             relax.transform.DecomposeOpsForInference(),
             relax.transform.CanonicalizeBindings(),
             relax.transform.EliminateCommonSubexpr(),
             relax.transform.FoldConstant(),
+            relax.transform.DeadCodeElimination(),
+        ],
+        name="simplify",
+    )
+
+
+def lower_operators() -> tvm.transform.Pass:
+    """Operators that are not kernels of ours yet: lowered to loops and fused, with the constant weights marked whose
+    layout a schedule may choose."""
+    return tvm.transform.Sequential(
+        [
             relax.backend.DispatchSampling(),
             relax.backend.DispatchSortScan(),
             relax.transform.LegalizeOps(),

@@ -1,8 +1,8 @@
 """Winograd's minimal filtering: a convolution with fewer multiplications, at the price of rounding.
 
 F(m × m, r × r) makes m × m pixels from a tile of (m + r - 1)² by as many multiplications, where the direct sum needs
-(m r)². Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016; the matrices are made exactly, by
-Cook and Toom's construction as in Lavin's wincnn.
+(m r)². Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016; the matrices are made exactly,
+by Cook and Toom's construction as in Lavin's wincnn.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _combine_row(matrix: Matrix, number: int, read: Callable[[int], Any]) -> Any
                 both = read(first) + read(second) if own[first] == own[second] else read(first) - read(second)
                 terms.append(_scaled(own[first], both))
         return _sum(terms)
-    for other in range(len(matrix)):
-        if other != number and _is_mirror(own, matrix[other]):
+    for index, mirror in enumerate(matrix):
+        if index != number and _is_mirror(own, mirror):
             even = _sum([_scaled(c, read(k)) for k, c in enumerate(own) if c and k % 2 == 0])
             # Both rows of a pair spell the odd part with the signs of the first, so that it is one expression.
-            first = own if number < other else matrix[other]
-            odd = _sum([_scaled(c, read(k)) for k, c in enumerate(first) if c and k % 2 == 1])
-            return even + odd if number < other else even - odd
+            signs = own if number < index else mirror
+            odd = _sum([_scaled(c, read(k)) for k, c in enumerate(signs) if c and k % 2 == 1])
+            return even + odd if number < index else even - odd
     return _sum([_scaled(c, read(k)) for k, c in enumerate(own) if c])
 
 
