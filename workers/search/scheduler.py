@@ -129,8 +129,10 @@ class Scheduler:
     _sketch_model: CostModel | None = None
     _sketches_trained_on: int = 0
     _guesses: dict[str, Choice] = field(default_factory=dict)
-    _seed: int = 0
-    _end_s: float = 0.0
+    _config: SearchConfig = field(default_factory=SearchConfig)
+    _began_s: float = 0.0  #: by the clock, as if earlier attempts had come right before this one
+    _trials: int = 0  #: of all attempts
+    _end_s: float = 0.0  #: of proposing; comparing has a little more
 
     def run(
         self,
@@ -142,16 +144,16 @@ class Scheduler:
     ) -> SearchResult:
         """Search until a limit is reached or nothing more is expected. `…_before` were spent by earlier attempts."""
         start_s = self.clock()
-        self._seed = config.seed
+        self._config, self._trials, self._began_s = config, trials_before, start_s - elapsed_before_s
         measures = config.tuner != "none" and config.trials > 0
         self._load(operators, config.tuner if measures else "none")
         if not measures:
             return SearchResult(0, 0, self.clock() - start_s, "none")
-        end_s = start_s + config.seconds - elapsed_before_s
-        self._end_s = end_s - min(_CONFIRM_SHARE * config.seconds, _CONFIRM_S * len(operators))
-        measured = failures = round_number = 0
+        self._end_s = self._began_s + config.seconds
+        self._end_s -= min(_CONFIRM_SHARE * config.seconds, _CONFIRM_S * len(operators))
+        failures = round_number = 0
         while True:
-            left = config.trials - trials_before - measured
+            left = config.trials - self._trials
             if left <= 0:
                 reason = "trials"
                 break
@@ -163,19 +165,15 @@ class Scheduler:
                 reason = "exhausted"
                 break
             round_number += 1
-            seed = config.seed * 1_000_003 + trials_before + measured + round_number
-            proposals = self._propose(picks, seed)[:left]
-            tried, failed = self._measure(proposals, trials_before + measured, config, end_s)
-            measured += tried
-            failures += failed
+            proposals = self._propose(picks, config.seed * 1_000_003 + self._trials + round_number)[:left]
+            failures += self._measure(proposals)
             self._train({pick.arm.variant.workload.template for pick in picks if pick.arm.tuner == TEMPLATE})
             self._update_promises(picks)
             self.server.recycle_if_grown()
-            elapsed_s = elapsed_before_s + self.clock() - start_s
-            self._report_progress(picks, trials_before + measured, config, elapsed_s)
-        self._confirm(end_s)
+            self._report_progress("search", [_told(pick) for pick in picks])
+        self._confirm()
         self._save()
-        return SearchResult(measured, failures, self.clock() - start_s, reason)
+        return SearchResult(self._trials - trials_before, failures, self.clock() - start_s, reason)
 
     def choice(self) -> dict[str, Choice]:
         """By operator's name, how it would be compiled now.
@@ -426,7 +424,7 @@ class Scheduler:
                 best=None,
                 near=experience.near(workload.digest, workload.geometry or {}, _NEAREST),
                 model=experience.model,
-                rng=random.Random(self._seed),
+                rng=random.Random(self._config.seed),
             )
             [answer] = self.server.call_all([self._scheduling(variant, configs)], at_once=1)
             if isinstance(answer, ChildFailed):
@@ -439,20 +437,19 @@ class Scheduler:
 
     # Outcomes
 
-    def _measure(
-        self, proposals: Sequence[_Proposal], trials_before: int, config: SearchConfig, end_s: float
-    ) -> tuple[int, int]:
-        """Build all, then run one after the other; nothing is built while something is measured."""
+    def _measure(self, proposals: Sequence[_Proposal]) -> int:
+        """Build all, then run one after the other; nothing is built while something is measured. How many failed."""
         waiting: list[tuple[_Proposal, Measured | Failed]] = []
         flushed_s = self.clock()
-        tried = failed = 0
+        failed = 0
 
         def flush() -> None:
             """Into the store first: what an event says of a trial is true after a crash too."""
             nonlocal flushed_s
             self.records.add([_trial(p.candidate, outcome) for p, outcome in waiting])
-            for number, (proposal, outcome) in enumerate(waiting, start=trials_before + tried - len(waiting) + 1):
-                self._report_trial(proposal, outcome, number, config, end_s)
+            for proposal, outcome in waiting:
+                self._trials += 1
+                self._report_trial(proposal, outcome)
             waiting.clear()
             flushed_s = self.clock()
 
@@ -461,14 +458,13 @@ class Scheduler:
         for number, (proposal, built) in enumerate(zip(proposals, built_all, strict=True)):
             outcome: Measured | Failed
             if isinstance(built, Built):
-                if self.clock() >= self._end_s and tried:
+                if self.clock() >= self._end_s and number:
                     self._drop(built_all[number:])
                     break
                 best_s = proposal.pick.search.best_s
                 outcome = self.runner.run(built, None if best_s is None else _HOPELESS * best_s)
             else:
                 outcome = built
-            tried += 1
             failed += isinstance(outcome, Failed)
             self._learn(proposal, built, outcome)
             waiting.append((proposal, outcome))
@@ -478,7 +474,7 @@ class Scheduler:
             flush()
         for pick, before in before_s.values():
             pick.arm.end_round(before)
-        return tried, failed
+        return failed
 
     def _learn(self, proposal: _Proposal, built: Built | Failed, outcome: Measured | Failed) -> None:
         candidate = proposal.candidate
@@ -510,7 +506,7 @@ class Scheduler:
 
     # The best again
 
-    def _confirm(self, end_s: float) -> None:
+    def _confirm(self) -> None:
         """Measure the best few of each operator again, in turns, and choose by that.
 
         The lowest of many noisy medians is too low (the winner's curse), and what the machine did at the time favours
@@ -519,7 +515,7 @@ class Scheduler:
         searches = [s for s in self._searches if s.best_s is not None]
         searches.sort(key=lambda s: -s.operator.weight * (s.best_s or 0.0))
         for search in searches:
-            if self.clock() >= end_s:
+            if self.clock() >= self._began_s + self._config.seconds:
                 break
             contenders = self._contenders(search)
             if len(contenders) < 2:
@@ -532,11 +528,12 @@ class Scheduler:
             if isinstance(outcomes, Failed):
                 self.report("warning", {"operator": search.operator.name, "message": f"comparing: {outcomes.message}"})
                 continue
+            told: list[Json] = []
             for (candidate, _), outcome in zip(runnable, outcomes, strict=True):
                 self.records.confirm(candidate.workload.digest, {candidate.digest: outcome})
-            self._report_confirmed(
-                search, contenders, {c.digest: o for (c, _), o in zip(runnable, outcomes, strict=True)}
-            )
+                run_s = next(median_s for c, median_s in contenders if c is candidate)
+                told.append({"trace": candidate.digest, "run_s": run_s, "confirmed_s": outcome.median_s})
+            self._report_progress("confirm", [{"operator": search.operator.name, "candidates": told}])
         for kept in self._kept.values():
             self._drop([built for _, _, built in kept])
         self._kept.clear()
@@ -589,12 +586,12 @@ class Scheduler:
     def _train(self, templates: Collection[str | None]) -> None:
         """Train anew what has learnt a fifth more than the last time."""
         for name in sorted(name for name in templates if name is not None):
-            self._experience[name].train(self.server, self._seed)
+            self._experience[name].train(self.server, self._config.seed)
         if len(self._samples) < max(cost_model.MIN_SAMPLES, self._sketches_trained_on * 1.2):
             return
         try:
             model = self.server.call_retrying(
-                cost_model.train, list(self._samples.values()), self._seed, self._sketch_start,
+                cost_model.train, list(self._samples.values()), self._config.seed, self._sketch_start,
                 deadline_s=_TRAIN_TIMEOUT_S,
             )  # fmt: skip
         except ChildFailed as failure:
@@ -630,16 +627,18 @@ class Scheduler:
             "warning", {"operator": pick.search.operator.name, "variant": pick.arm.variant.name, "message": message}
         )
 
-    def _report_trial(
-        self, proposal: _Proposal, outcome: Measured | Failed, trial: int, config: SearchConfig, end_s: float
-    ) -> None:
+    @property
+    def _left_s(self) -> float:
+        return round(max(0.0, self._began_s + self._config.seconds - self.clock()), 1)
+
+    def _report_trial(self, proposal: _Proposal, outcome: Measured | Failed) -> None:
         search, arm = proposal.pick.search, proposal.pick.arm
         self.report(
             "trial",
             {
                 "stage": "search",
-                "trial": trial,
-                "trials": config.trials,
+                "trial": self._trials,
+                "trials": self._config.trials,
                 "operator": search.operator.name,
                 "variant": arm.variant.name,
                 "tuner": arm.tuner,
@@ -648,54 +647,39 @@ class Scheduler:
                 "run_s": outcome.median_s if isinstance(outcome, Measured) else None,
                 "best_s": search.best_s,
                 "predicted_s": self._predicted_s,
-                "left_s": round(max(0.0, end_s - self.clock()), 1),
+                "left_s": self._left_s,
             },
         )
 
-    def _report_confirmed(
-        self, search: Search, contenders: Sequence[tuple[Candidate, float]], outcomes: Mapping[str, Measured]
-    ) -> None:
-        """What the comparison in turns changed: the candidates in the order of the search, with both their times."""
-        self.report(
-            "progress",
-            {
-                "stage": "confirm",
-                "operator": search.operator.name,
-                "candidates": [
-                    {"trace": candidate.digest, "run_s": median_s, "confirmed_s": outcomes[candidate.digest].median_s}
-                    for candidate, median_s in contenders
-                    if candidate.digest in outcomes
-                ],
-            },
-        )
-
-    def _report_progress(self, picks: Sequence[_Pick], measured: int, config: SearchConfig, elapsed_s: float) -> None:
+    def _report_progress(self, stage: str, operators: list[Json]) -> None:
         """What a round came to: the operators that it was spent on, and the whole model as it would be built now."""
         self.report(
             "progress",
             {
-                "stage": "search",
-                "trials_measured": measured,
-                "trials": config.trials,
-                "elapsed_s": round(elapsed_s, 1),
-                "seconds": config.seconds,
-                "left_s": round(max(0.0, config.seconds - elapsed_s), 1),
+                "stage": stage,
+                "trials_measured": self._trials,
+                "trials": self._config.trials,
+                "elapsed_s": round(self.clock() - self._began_s, 1),
+                "seconds": self._config.seconds,
+                "left_s": self._left_s,
                 "predicted_s": self._predicted_s,
                 "unmeasured": sum(search.best_s is None for search in self._searches),
-                "operators": [
-                    {
-                        "operator": pick.search.operator.name,
-                        "variant": pick.arm.variant.name,
-                        "tuner": pick.arm.tuner,
-                        "trials": pick.arm.trials,
-                        "best_s": pick.search.best_s,
-                        "arm_best_s": pick.arm.best_s,
-                        "bound_s": pick.search.floor_s or None,
-                    }
-                    for pick in picks
-                ],
+                "operators": operators,
             },
         )
+
+
+def _told(pick: _Pick) -> dict[str, Json]:
+    """A part of a round, for its event."""
+    return {
+        "operator": pick.search.operator.name,
+        "variant": pick.arm.variant.name,
+        "tuner": pick.arm.tuner,
+        "trials": pick.arm.trials,
+        "best_s": pick.search.best_s,
+        "arm_best_s": pick.arm.best_s,
+        "bound_s": pick.search.floor_s or None,
+    }
 
 
 def _trial(candidate: Candidate, outcome: Measured | Failed) -> Trial:

@@ -483,6 +483,8 @@ def test_events(search: Search) -> None:
     progress = search.of_type("progress")
     assert progress[-1]["trials_measured"] == 43
     assert progress[-1]["elapsed_s"] == 40
+    # What is told of comparing is progress too, with the same figures.
+    assert all(progress[-1].keys() == p.keys() for p in search.of_type("progress", "confirm"))
     assert [p["unmeasured"] for p in progress][:3] == [1, 0, 0]
     predicted = [float(str(p["predicted_s"])) for p in progress if p["unmeasured"] == 0]
     assert predicted == sorted(predicted, reverse=True)
@@ -691,7 +693,8 @@ def test_confirmation(templates: Search) -> None:
     assert choice.trial is not None
     assert choice.trial.trace == min(compared, key=templates.runner.confirmed)
     [event] = templates.of_type("progress", "confirm")
-    assert [c["confirmed_s"] for c in event["candidates"]] == [templates.runner.confirmed(trace) for trace in compared]
+    [told] = event["operators"]
+    assert [c["confirmed_s"] for c in told["candidates"]] == [templates.runner.confirmed(trace) for trace in compared]
     assert templates.builder.libraries == set()
 
 
