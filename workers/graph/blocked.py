@@ -45,6 +45,8 @@ Choose = Callable[[Computation], tuple[str, tvm.tirx.PrimFunc]]
 _MAX_STEPS: Final = 24
 #: A plain input of at most this many channels is read by the first convolution as it is.
 _FEW_CHANNELS: Final = 8
+#: Attribute of a function that is a kernel of ours: its name, which TVM's passes do not keep.
+KERNEL_ATTR: Final = "tunery.kernel"
 #: TVM's pattern of what is never fused with anything.
 _OPAQUE: Final = 8
 
@@ -352,10 +354,9 @@ class _Emission:
             stem = _stem(computation)
             number = self._names[stem] = self._names.get(stem, -1) + 1
             name = f"{stem}_{number}"
-            function = function.with_attr({"global_symbol": name, "op_pattern": _OPAQUE})
-            variable = self._builder.add_func(function, name)
-            self._functions[computation] = (variant, variable)
-            self.computations[variable.name_hint] = computation
+            function = function.with_attr({"global_symbol": name, "op_pattern": _OPAQUE, KERNEL_ATTR: name})
+            self._functions[computation] = (variant, self._builder.add_func(function, name))
+            self.computations[name] = computation
         variant, function_name = self._functions[computation]
         arguments = list(data)
         if weight is not None:

@@ -130,7 +130,7 @@ class Convolution:
 
 
 def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -> NDArray[Any]:
-    """Weights [out slots, in slots or reads, kh, kw], or of a depthwise window [slots, kh, kw], as a variant has them."""
+    """Weights [out slots, in slots or reads, kh, kw], or of a depthwise window [slots, kh, kw], as a variant wants."""
     if isinstance(computation, Pooling):
         blocks, block = computation.blocks, computation.block
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))

@@ -17,7 +17,7 @@ is 3.4e-7 where they approach 1; sigmoid 3 ulp down to -87, below which it stays
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import tvm
@@ -26,7 +26,8 @@ from tvm import tirx
 
 #: 1.5 · 2^23: added to a number below 2^22 it rounds it to an integer, which then stands in the lowest bits.
 _ROUNDER: Final = 12582912.0
-_ROUNDER_BITS: Final = 0x4B400000
+#: What float32 adds to an exponent.
+_BIAS: Final = 127
 #: ln 2 in two parts. The first has nine significant bits: its products with an exponent are exact.
 _LN2_HIGH: Final = 0.693359375
 _LN2_LOW: Final = -2.12194440e-4
@@ -47,9 +48,13 @@ _TANH_Q: Final = (1.0, 0.46713688970, 0.025874033570, 0.00032843658118, 7.769294
 def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """`function` with its float32 calls of these functions replaced; the function itself if it has none.
 
+    Two kinds of division become multiplications by a reciprocal, at up to 1.5 ulp: by a constant, and the softmax's
+    by the sum of its row. A vector's division takes as long as ten multiplications.
+
     Meant for scheduled functions, right before they are compiled: an inlined block would otherwise carry its copies of
     the arithmetic into every schedule, and schedules, traces and keys would depend on coefficients.
     """
+    stores = _stores(function)
 
     def replace(call: tvm.ir.Call) -> Any:
         make = _MAKERS.get(getattr(call.op, "name", ""))
@@ -57,7 +62,71 @@ def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
             return call
         return _let("x", call.args[0], make)
 
-    return tvm_ffi.structural_map(function, (tvm.ir.Call, replace), order="post")
+    def divide(quotient: tirx.Div) -> Any:
+        if str(quotient.ty.dtype) != "float32":
+            return quotient
+        if isinstance(quotient.b, tirx.FloatImm) and 2.0**-100 < abs(quotient.b.value) < 2.0**100:
+            return quotient.a * _f32(1.0 / quotient.b.value)
+        if _is_softmax(quotient, stores):
+            # Constant along the row: the compiler takes it out of the loop.
+            return quotient.a * (_f32(1.0) / quotient.b)
+        return quotient
+
+    # Divisions first: those that the functions bring along are meant to stay.
+    divided = tvm_ffi.structural_map(function, (tirx.Div, divide), order="post")
+    return tvm_ffi.structural_map(divided, (tvm.ir.Call, replace), order="post")
+
+
+def _stores(function: tirx.PrimFunc) -> Mapping[Any, list[Any]]:
+    """What is stored into each buffer, wherever it is."""
+    found: dict[Any, list[Any]] = {}
+    tvm_ffi.structural_walk(
+        function.body, (tirx.BufferStore, lambda store: found.setdefault(store.buffer, []).append(store.value))
+    )
+    return found
+
+
+def _is_softmax(quotient: tirx.Div, stores: Mapping[Any, list[Any]]) -> bool:
+    """Whether this divides e^(x - maximum) by the sum of such: a sum of at least 1, whose reciprocal is exact enough.
+
+    The reciprocal of other divisors, too small or too large, would be inf or denormal.
+    """
+    if not isinstance(quotient.a, tvm.ir.TensorLoad) or not isinstance(quotient.b, tvm.ir.TensorLoad):
+        return False
+    power = quotient.a.source
+    powers = stores.get(power, [])
+    if not powers or not all(_is_power_below_maximum(value, stores) for value in powers):
+        return False
+    return not quotient.b.source.same_as(power) and _sums(quotient.b.source, power, stores)
+
+
+def _is_power_below_maximum(value: Any, stores: Mapping[Any, list[Any]]) -> bool:
+    if not isinstance(value, tvm.ir.Call) or getattr(value.op, "name", "") != "tirx.exp":
+        return False
+    difference = value.args[0]
+    if not isinstance(difference, tirx.Sub) or not isinstance(difference.b, tvm.ir.TensorLoad):
+        return False
+    written = stores.get(difference.b.source, [])
+    return any(isinstance(value, tirx.Max) for value in written) and all(
+        isinstance(value, (tirx.Max, tirx.FloatImm)) for value in written
+    )
+
+
+def _sums(total: Any, power: Any, stores: Mapping[Any, list[Any]]) -> bool:
+    """Whether buffer `total` holds sums of `power`'s numbers alone, partial sums between them included."""
+    if total.same_as(power):
+        return True
+    written = stores.get(total, [])
+    terms: list[Any] = []
+    for value in written:
+        if isinstance(value, tirx.Add):
+            terms += [value.a, value.b]
+        elif not isinstance(value, tirx.FloatImm) or value.value != 0.0:
+            return False
+    others = [term for term in terms if not (isinstance(term, tvm.ir.TensorLoad) and term.source.same_as(total))]
+    return bool(others) and all(
+        isinstance(term, tvm.ir.TensorLoad) and _sums(term.source, power, stores) for term in others
+    )
 
 
 def lower_module(module: tvm.ir.IRModule) -> tvm.ir.IRModule:
@@ -125,32 +194,33 @@ def log(x: Any) -> Any:
 def _exp_reduced(x: Any, *, two_factors: bool) -> Any:
     """e^x for x in [-104, 89] or NaN; with one factor, which is cheaper, in [-87, 88]."""
 
+    # The bias of the exponent's one or two factors comes with the rounding, for nothing.
+    rounder = _ROUNDER + (2 * _BIAS if two_factors else _BIAS)
+
     def with_rounded(rounded: Any) -> Any:
-        return _let("n", rounded - _f32(_ROUNDER), lambda n: with_remainder(rounded, n))
+        return _let("n", rounded - _f32(rounder), lambda n: with_remainder(rounded, n))
 
     def with_remainder(rounded: Any, n: Any) -> Any:
         remainder = x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW)
-        return _let("r", remainder, lambda r: scale(rounded, _polynomial(r, _EXP) * (r * r) + r + _f32(1.0)))
+        return _let("r", remainder, lambda r: scale(rounded, _polynomial(r, (1.0, 1.0, *_EXP))))
 
     def scale(rounded: Any, power: Any) -> Any:
-        # Taken from the bits, not converted: a NaN has no integer, and its conversion would be undefined.
-        exponent = tirx.reinterpret("int32", rounded) - _i32(_ROUNDER_BITS)
+        # Taken from the bits, not converted: a NaN has no integer, and its conversion would be undefined. The shift
+        # to the exponent's place pushes the rounder's own bits out.
+        bits = tirx.reinterpret("int32", rounded)
         if not two_factors:
-            return power * _power_of_two(exponent)
-        return _let(
-            "e", exponent, lambda e: _let("h", e >> _i32(1), lambda h: _halves(power, h, e - h), "int32"), "int32"
-        )
+            return power * _at_exponent(bits)
+        return _let("b", bits, lambda b: _let("h", b >> _i32(1), lambda h: halves(power, b, h), "int32"), "int32")
 
-    return _let("k", x * _f32(1.0 / math.log(2.0)) + _f32(_ROUNDER), with_rounded)
+    def halves(power: Any, bits: Any, half: Any) -> Any:
+        return power * _at_exponent(half) * _at_exponent(bits - half)
 
-
-def _halves(power: Any, first: Any, second: Any) -> Any:
-    return power * _power_of_two(first) * _power_of_two(second)
+    return _let("k", x * _f32(1.0 / math.log(2.0)) + _f32(rounder), with_rounded)
 
 
-def _power_of_two(exponent: Any) -> Any:
-    """2^exponent for -126 <= exponent <= 127, something for others."""
-    return tirx.reinterpret("float32", (exponent + _i32(127)) << _i32(23))
+def _at_exponent(biased: Any) -> Any:
+    """The power of two whose biased exponent is in the lowest bits."""
+    return tirx.reinterpret("float32", biased << _i32(23))
 
 
 def _odd_rational(x: Any, limit: float, numerator: Sequence[float], denominator: Sequence[float]) -> Any:

@@ -15,7 +15,7 @@ from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
 from tuning_db.errors import BuildFailed
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
-from workers.graph.blocked import BlockedGraph, NotBlockable
+from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
 from workers.graph.computations import Computation, Convolution, Pooling, variants
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import commit_record, schedule_of
@@ -67,14 +67,15 @@ class Model:
         self._functions = {}
         found: list[tuple[str, int, list[tuple[str, tvm.ir.IRModule, bool]], float]] = []
         for task in tasks.extract(module):
-            if task.name in computations:
-                computation = computations[task.name]
+            kernel = _kernel_name(task.module["main"])
+            if kernel is not None:
+                computation = computations[kernel]
                 of_kernel = [
                     # Sketches are made from the plainest of the computations; of a copy there is nothing to sketch.
                     (name, normalize_mod(function), index == 0 and isinstance(computation, Convolution | Pooling))
                     for index, (name, function) in enumerate(functions[computation].items())
                 ]
-                found.append((task.name, task.calls, of_kernel, _fewest_flops(computation, functions[computation])))
+                found.append((kernel, task.calls, of_kernel, _fewest_flops(computation, functions[computation])))
             else:
                 self._functions[task.name] = task.functions
                 found.append((task.name, task.calls, [("plain", task.module, task.has_reduction)], 0.0))
@@ -136,12 +137,17 @@ class Model:
         with self.target, pipeline.pass_context():
             lowered = pipeline.lower_operators()(module)
         for variable, function in lowered.functions.items():
-            if isinstance(function, tvm.tirx.PrimFunc) and variable.name_hint not in computations:
+            if isinstance(function, tvm.tirx.PrimFunc) and _kernel_name(function) is None:
                 template, geometry = plain_template(function)
                 lowered[variable] = function.with_attr(
                     {TEMPLATE_ATTR: template, GEOMETRY_ATTR: json.dumps(geometry, sort_keys=True)}
                 )
         return lowered, computations
+
+
+def _kernel_name(function: tvm.tirx.PrimFunc) -> str | None:
+    attributes = function.attrs
+    return str(attributes[KERNEL_ATTR]) if attributes and KERNEL_ATTR in attributes else None
 
 
 def _fewest_flops(computation: Computation, functions: Mapping[str, Any]) -> float:

@@ -10,8 +10,9 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import tvm
@@ -26,6 +27,11 @@ from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.knobs import Config, Cpu, Template
+
+#: Samples of one candidate that are this close to each other are believed.
+_AGREEMENT: Final = 1.05
+#: How many times the samples wanted are taken at most to find some that agree.
+_EXTRA: Final = 3
 
 
 def preload(intrinsics: str) -> tuple[str, ...]:
@@ -164,35 +170,65 @@ def link(module: tvm.runtime.Module, path: Path) -> Path:
 def measure(built: Built, measurement: Measurement, hopeless_s: float | None = None) -> tuple[float, ...]:
     """Seconds of one call, `measurement.repeat` samples, or one alone where that is above `hopeless_s` already.
 
-    The caller sees to it that nothing else is running.
+    While samples disagree more are taken, up to `_EXTRA` times as many, and the fastest are kept: what else runs on the
+    machine makes a sample longer, never shorter. The caller sees to it that nothing of ours does.
     """
-    return measure_in_turn([built], measurement, hopeless_s)[0]
+    [sampler] = _samplers([built], measurement)
+    while not sampler.is_settled(measurement.repeat, hopeless_s):
+        sampler.sample()
+    return sampler.fastest(measurement.repeat)
 
 
-def measure_in_turn(
-    candidates: Sequence[Built], measurement: Measurement, hopeless_s: float | None = None
-) -> list[tuple[float, ...]]:
+def measure_in_turn(candidates: Sequence[Built], measurement: Measurement) -> list[tuple[float, ...]]:
     """Seconds of one call of each, in rounds over all of them: what disturbs the machine for a while disturbs them all
-    alike, so that they can be compared better than when each is measured at a time of its own."""
+    alike, so that they can be compared better than when each is measured at a time of its own. `measurement.repeat`
+    samples of each are kept, the fastest of `_EXTRA` times as many."""
+    samplers = _samplers(candidates, measurement)
+    for _ in range(_EXTRA * measurement.repeat - 1):
+        for sampler in samplers:
+            sampler.sample()
+    return [sampler.fastest(measurement.repeat) for sampler in samplers]
+
+
+@dataclass(slots=True)
+class _Sampler:
+    """One loaded candidate and the seconds of one call that were seen, in their order."""
+
+    evaluate: Any
+    arguments: list[Any]
+    seconds: list[float]
+
+    def sample(self) -> None:
+        self.seconds.append(float(self.evaluate(*self.arguments).results[0]))
+
+    def fastest(self, count: int) -> tuple[float, ...]:
+        """In the order measured."""
+        kept = sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
+        return tuple(self.seconds[number] for number in sorted(kept))
+
+    def is_settled(self, count: int, hopeless_s: float | None) -> bool:
+        if hopeless_s is not None and self.seconds[0] > hopeless_s and len(self.seconds) == 1:
+            return True
+        fastest = self.fastest(count)
+        agree = len(fastest) == count and max(fastest) <= _AGREEMENT * min(fastest)
+        return agree or len(self.seconds) >= _EXTRA * count
+
+
+def _samplers(candidates: Sequence[Built], measurement: Measurement) -> list[_Sampler]:
+    """With one sample each."""
     os.environ["TVM_NUM_THREADS"] = str(measurement.threads)
     device = tvm.cpu()
     generator = np.random.default_rng(0)
-    samples: list[list[float]] = []
-    functions = []
+    samplers = []
     for built in candidates:
         module = tvm.runtime.load_module(built.library)
         arguments = [random_tensor(generator, *tensor) for tensor in built.arguments]
         # The first sample also finds how many calls the others need to be long enough.
         first = module.time_evaluator("main", device, number=1, min_repeat_ms=int(measurement.min_repeat_s * 1000))
         seconds = float(first(*arguments).results[0])
-        samples.append([seconds])
         number = max(1, math.ceil(measurement.min_repeat_s / max(seconds, 1e-9)))
-        functions.append((module.time_evaluator("main", device, number=number), arguments))
-    for _ in range(measurement.repeat - 1):
-        for own, (evaluate, arguments) in zip(samples, functions, strict=True):
-            if hopeless_s is None or own[0] <= hopeless_s:
-                own.append(float(evaluate(*arguments).results[0]))
-    return [tuple(own) for own in samples]
+        samplers.append(_Sampler(module.time_evaluator("main", device, number=number), arguments, [seconds]))
+    return samplers
 
 
 def random_tensor(generator: np.random.Generator, dtype: str, shape: Sequence[int]) -> Any:

@@ -9,17 +9,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ChildTimeout, ForkServer, Step
-
-#: Samples of each when candidates are compared in turn.
-_ROUNDS: Final = 7
 
 
 class Builder(Protocol):
@@ -90,11 +86,10 @@ class LocalRunner:
             return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
 
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
-        measurement = replace(self._measurement, repeat=_ROUNDS)
         deadline_s = self._timeout_s * len(candidates)
         try:
             found = self._server.call_retrying(
-                forked_steps.measure_in_turn, list(candidates), measurement, deadline_s=deadline_s
+                forked_steps.measure_in_turn, list(candidates), self._measurement, deadline_s=deadline_s
             )
         except ChildFailed as failure:
             return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
