@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,28 @@ def test_hopeless_candidate(server: ForkServer, host: Host, sampled: list[str], 
     for hopeless_s, samples in ((1e-12, 1), (3600.0, 3), (None, 3)):
         measurement = Measurement(3, 0.001, 1)
         assert len(server.call(forked_steps.measure, built, measurement, hopeless_s, deadline_s=DEADLINE_S)) == samples
+
+
+def test_samples_that_disagree() -> None:
+    """More samples are taken while the fastest disagree, three times as many at most, and the fastest are kept in their
+    order; samples that agree are enough."""
+
+    class Evaluator:
+        def __init__(self, *seconds: float) -> None:
+            self.left = list(seconds)
+
+        def __call__(self, *_: Any) -> Any:
+            return SimpleNamespace(results=[self.left.pop(0)])
+
+    def settle(*seconds: float) -> tuple[int, tuple[float, ...]]:
+        sampler = forked_steps._Sampler(Evaluator(*seconds[1:]), [], [seconds[0]])
+        while not sampler.is_settled(3, None):
+            sampler.sample()
+        return len(sampler.seconds), sampler.fastest(3)
+
+    assert settle(1.01, 1.0, 1.02) == (3, (1.01, 1.0, 1.02))
+    assert settle(1.0, 2.0, 1.01, 3.0, 1.02, 9.0) == (5, (1.0, 1.01, 1.02))
+    assert settle(*(float(number) for number in range(9, 0, -1))) == (9, (3.0, 2.0, 1.0))
 
 
 def test_unscheduled(server: ForkServer, host: Host, tmp_path: Path) -> None:
