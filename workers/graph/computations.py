@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tvm import te, tirx
 
 from workers.graph import winograd
+from workers.graph.memory import CONCAT_ATTR
 from workers.graph.pointwise import Program
 from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
 
@@ -641,7 +642,8 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         return tirx.Select(slot < limit, source[n, tirx.min(slot, limit - 1), h, w], zero)
 
     result = te.compute(move.result_shape, element, name="result")
-    return _function([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
+    function = _function([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
+    return function.with_attr(CONCAT_ATTR, 1) if move.kind == "concat" else function
 
 
 def _copy_geometry(shape: Sequence[int]) -> dict[str, int]:

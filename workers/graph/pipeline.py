@@ -11,6 +11,8 @@ from typing import Any, Final
 import tvm
 from tvm import relax
 
+from workers.graph.memory import PlaceIntermediates
+
 PIPELINE: Final = "cpu-blocked-2"
 
 
@@ -76,7 +78,8 @@ def lower_to_vm() -> tvm.transform.Pass:
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),
-            relax.transform.StaticPlanBlockMemory(),
+            relax.transform.CanonicalizeBindings(),
+            PlaceIntermediates(),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),
