@@ -32,7 +32,7 @@ class Compiled:
 
     inputs: tuple[TensorSpec, ...]
     imported: Imported
-    module: tvm.ir.IRModule  #: after `pipeline.before_tuning`
+    module: tvm.ir.IRModule  #: after `pipeline.lower_operators`, every operator lowered by TVM
     reference: Path
     untuned: Path
 
@@ -78,8 +78,9 @@ def lower(model: ModelProto, host: Host, folder: Path, size: int = 1) -> tuple[t
 
 
 def run_pipeline(imported: Imported, host: Host) -> tvm.ir.IRModule:
+    """The module that an untuned library is compiled from."""
     with host.target, pipeline.pass_context():
-        return pipeline.before_tuning(host.target)(imported.module)
+        return pipeline.lower_operators()(pipeline.simplify()(imported.module))
 
 
 def compile_model(model: ModelProto, host: Host, folder: Path) -> Compiled:
