@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from numpy.typing import NDArray
-from tvm import s_tir, te, tirx
+from tvm import s_tir, te, tirx, topi
 
 from tests.workers.conftest import Host
 from workers.graph import elementary
@@ -141,3 +141,39 @@ def test_other_types_and_functions_are_left_alone() -> None:
     """A float64 call, and a function without any of these calls, come back unchanged."""
     for function in (one_call("exp", "float64"), one_call("sqrt")):
         tvm.ir.assert_structural_equal(elementary.lower(function), function)
+
+
+def test_a_softmax_divides_once_a_row(host: Host) -> None:
+    """The sum's reciprocal replaces a division of every number; results stay within rounding."""
+    x = te.placeholder((8, 64), "float32", "x")
+    lowered = elementary.lower(te.create_prim_func([x, topi.nn.softmax(x)]))
+    assert re.search(r"T_softmax_exp\[.*\] \* \(T\.float32\(1\.0\) / T_softmax_expsum\[", lowered.script())
+    values = np.linspace(-30, 30, 8 * 64).astype(np.float32).reshape(8, 64)
+    out = tvm.runtime.tensor(np.zeros((8, 64), "float32"))
+    tvm.compile(lowered, target=host.target)["main"](tvm.runtime.tensor(values), out)
+    powers = np.exp(values.astype(np.float64) - values.max(1, keepdims=True))
+    np.testing.assert_allclose(out.numpy(), powers / powers.sum(1, keepdims=True), rtol=5e-7)
+
+
+def test_other_divisions_stay_divisions() -> None:
+    """A divisor that may be too small or too large for its reciprocal is divided by: any input, any sum of anything."""
+    x = te.placeholder((8, 64), "float32", "x")
+    k = te.reduce_axis((0, 64), "k")
+    total = te.compute((8,), lambda i: te.sum(x[i, k], axis=k), name="total")
+    by_sum = te.create_prim_func([x, te.compute((8, 64), lambda i, j: x[i, j] / total[i], name="y")])
+    # Without the maximum taken off, the powers may all be denormal.
+    power = te.compute((8, 64), lambda i, j: tirx.exp(x[i, j]), name="power")
+    powers = te.compute((8,), lambda i: te.sum(power[i, k], axis=k), name="powers")
+    unshifted = te.create_prim_func([x, te.compute((8, 64), lambda i, j: power[i, j] / powers[i], name="y")])
+    assert re.search(r"= x\[.*\] / total\[", elementary.lower(by_sum).script())
+    assert re.search(r"= power\[.*\] / powers\[", elementary.lower(unshifted).script())
+
+
+def test_division_by_a_constant_is_within_two_units(host: Host) -> None:
+    """x / 3 becomes x · (1/3), which is off by less than 1.5 units in the last place."""
+    x = te.placeholder((ROW,), "float32", "x")
+    function = te.create_prim_func([x, te.compute((ROW,), lambda i: x[i] / tirx.const(3.0, "float32"), name="y")])
+    values = np.linspace(-100, 100, ROW).astype(np.float32)
+    found = evaluate(elementary.lower_module(vectorised(function)), host, values)
+    exact = values.astype(np.float64) / 3
+    assert (np.abs(found - exact) <= 1.5 * np.spacing(np.abs(exact.astype(np.float32)))).all()

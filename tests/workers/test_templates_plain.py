@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from workers.graph.pipeline import pass_context
 from workers.search.templates import plain
 from workers.search.templates.generic import GenericTemplate
 from workers.search.templates.knobs import Config, Cpu, Template, config_of
-from workers.search.templates.rowwise import RowwiseTemplate
+from workers.search.templates.rowwise import RowwiseTemplate, partial_width
 
 Array = NDArray[Any]
 
@@ -220,11 +221,11 @@ def test_other_functions_compute_what_numpy_does(
 @pytest.mark.parametrize("kind", ROW_KINDS)
 @pytest.mark.parametrize("row", [128, 49, 131])
 def test_every_choice_for_a_row_is_right(kind: str, row: int, host: Host) -> None:
-    """The whole space for whole vectors, for a length that vectors do not divide, and for a prime."""
+    """All through the space, for whole vectors, for a length that vectors do not divide, and for a prime."""
     case = row_case(kind, (2, 8), row)
     name, geometry = plain.plain_template(case.function)
     assert name == "rowwise"
-    for config in TEMPLATES[name].configs(geometry, CPUS[0])[::7]:
+    for config in TEMPLATES[name].configs(geometry, CPUS[0])[::13]:
         check(case, name, config, CPUS[0], host)
 
 
@@ -235,3 +236,69 @@ def test_every_choice_for_other_functions_is_right(kind: str, host: Host) -> Non
     name, geometry = plain.plain_template(case.function)
     for config in TEMPLATES[name].configs(geometry, CPUS[0]):
         check(case, name, config, CPUS[0], host)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "sizes"),
+    [
+        (row_case("softmax", (12, 128), 197), "rowwise", {"rows": 1536, "row": 197, "last": 128, "reductions": 2}),
+        (row_case("layer_norm", (1, 128), 768), "rowwise", {"rows": 128, "row": 768, "last": 128, "reductions": 2}),
+        (row_case("softmax", (64,), 5), "generic", {"stages": 4}),
+        (plain_case("columns", (4, 16, 32)), "generic", {"reduced": 16, "transposed": 0}),
+        (plain_case("max_pool", (4, 16, 32)), "generic", {"reduced": 9, "padded": 1}),
+        (plain_case("transpose", (4, 16, 32)), "generic", {"blocks": 1, "transposed": 1}),
+        (plain_case("chain", (4, 16, 32)), "generic", {"blocks": 1, "contiguous": 512, "iterations": 2048}),
+    ],
+)
+def test_the_template_and_the_geometry_follow_from_the_function(case: Case, name: str, sizes: dict[str, int]) -> None:
+    """Reductions along rows of eight and more are `rowwise`, all else is `generic`; sizes are those of the loops."""
+    found, geometry = plain.plain_template(case.function)
+    assert found == name
+    assert {key: geometry[key] for key in sizes} == sizes
+    assert all(type(size) is int for size in geometry.values())
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_features_are_as_many_for_every_choice_and_function(cpu: Cpu) -> None:
+    """A cost model is trained on all functions of a template: vectors of one length, with finite numbers."""
+    lengths: dict[str, set[int]] = {"rowwise": set(), "generic": set()}
+    cases = [row_case(kind, (3,), row) for kind in ROW_KINDS for row in (1, 131)]
+    for case in [*cases, *(plain_case(kind, (1, 7, 16)) for kind in PLAIN_KINDS)]:
+        name, geometry = plain.plain_template(case.function)
+        configs = TEMPLATES[name].configs(geometry, cpu)
+        assert len({tuple(sorted(config.items())) for config in configs}) == len(configs) >= 1
+        for config in configs:
+            features = TEMPLATES[name].features(geometry, config, cpu)
+            lengths[name].add(len(features))
+            assert np.isfinite(features).all()
+    assert all(len(found) == 1 for found in lengths.values())
+
+
+@pytest.mark.parametrize("row", [128, 169, 131])
+def test_a_row_is_summed_in_vectors(row: int, host: Host) -> None:
+    """Whole vectors, odd ones, and the padded vectors of a prime length: the machine code adds packed numbers."""
+    case = row_case("sum", (64,), row)
+    _, geometry = plain.plain_template(case.function)
+    template = TEMPLATES["rowwise"]
+    schedule = scheduled(case.function, template, template.configs(geometry, CPUS[0])[0], CPUS[0])
+    assembly = tvm.compile(schedule.mod, target=host.target).mod.inspect_source("asm")
+    packed = r"vaddps\s.*%[xyz]mm" if host.identity.arch == "x86_64" else r"fadd\s+v\d+\.4s"
+    assert re.search(packed, assembly)
+
+
+def test_what_is_not_understood_stays_as_it_is() -> None:
+    """A scan has no stage: its schedule is the function as it came."""
+    function = plain_case("cumsum", (2, 3, 16)).function
+    name, geometry = plain.plain_template(function)
+    config = TEMPLATES[name].configs(geometry, CPUS[0])[0]
+    schedule = scheduled(function, TEMPLATES[name], config, CPUS[0])
+    tvm.ir.assert_structural_equal(schedule.mod, s_tir.Schedule(function).mod)
+
+
+def test_partial_results_divide_the_row() -> None:
+    """As many whole vectors as asked for and the row has, else narrower ones, else an odd divisor, else none."""
+    assert partial_width(768, 4, 16) == (64, 16)
+    assert partial_width(48, 4, 16) == (48, 16)
+    assert partial_width(24, 4, 16) == (24, 8)
+    assert partial_width(49, 4, 16) == (7, 7)
+    assert partial_width(131, 4, 16) == (0, 0)

@@ -45,8 +45,9 @@ class RowwiseTemplate(Template):
         elif work > 20 * _SERIAL_WORK and 1 in threads:
             threads = [1]
         strips = [strip for strip in (1, 2, 4, 8) if last % strip == 0 and strip * row * 8 <= cpu.l1_bytes]
-        if row <= 4 * cpu.lanes:
-            strips.reverse()  # a short row's sums wait for one another more than they add
+        # A row's sums wait for one another; the shorter the row, the more rows it takes to fill the time.
+        usual = 8 if row <= 4 * cpu.lanes else 2
+        strips.sort(key=lambda strip: abs(math.log2(strip / usual)))
         vectors = [count for count in (4, 2, 1, 8) if count == 1 or row >= count * cpu.lanes]
         wides = [0, *(wide for wide in (1, 2, 4) if row % (wide * cpu.lanes) == 0)]
         return [
