@@ -25,9 +25,9 @@ from workers.search.candidates import Features
 ROW_FEATURES = 165
 _ROUNDS = 60
 _PARAMETERS = {"max_depth": 8, "eta": 0.2, "gamma": 0.001, "min_child_weight": 0, "base_score": 0.0, "nthread": 1}
-_CONFIG_ROUNDS = 120
+_CONFIG_ROUNDS = 80
 _CONFIG_PARAMETERS = {
-    "objective": "reg:squarederror", "max_depth": 6, "eta": 0.1, "subsample": 0.8, "colsample_bytree": 0.8,
+    "objective": "reg:squarederror", "max_depth": 8, "eta": 0.1, "subsample": 0.8, "colsample_bytree": 0.8,
     "min_child_weight": 2, "base_score": 0.0, "tree_method": "hist", "nthread": 1,
 }  # fmt: skip
 #: What is eight times slower than the best, and what fails, is told apart from nothing worse.
