@@ -37,7 +37,7 @@ class GenericTemplate(Template):
         threads = [0] if cpu.threads < 2 else [1, 0]
         if work < _SERIAL_WORK:
             threads.reverse()
-        elif work > 20 * _SERIAL_WORK and 1 in threads:
+        elif work > 100 * _SERIAL_WORK and 1 in threads:
             threads = [1]
         return [
             {"parallel": parallel, "vectors": vectors, "unroll": unroll, "inline_padding": inline, "tile": tile}

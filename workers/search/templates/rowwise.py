@@ -42,7 +42,7 @@ class RowwiseTemplate(Template):
         threads = [0] if cpu.threads < 2 or rows < 2 else [1, 0]
         if work < _SERIAL_WORK:
             threads.reverse()
-        elif work > 20 * _SERIAL_WORK and 1 in threads:
+        elif work > 100 * _SERIAL_WORK and 1 in threads:
             threads = [1]
         strips = [strip for strip in (1, 2, 4, 8) if last % strip == 0 and strip * row * 8 <= cpu.l1_bytes]
         # A row's sums wait for one another; the shorter the row, the more rows it takes to fill the time.
