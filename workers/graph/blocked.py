@@ -27,6 +27,7 @@ from workers.graph.computations import (
     Computation,
     Convolution,
     Copy,
+    Dense,
     Fused,
     Pointwise,
     Pooling,
@@ -124,7 +125,7 @@ class BlockedGraph:
     @property
     def is_empty(self) -> bool:
         """Whether nothing of the graph is ours."""
-        return not self._blocked
+        return not self._group_of
 
     def emit(self, choose: Choose) -> tuple[tvm.ir.IRModule, dict[str, Computation]]:
         """The module with kernels as `choose` gives them, and the computation of each kernel's name."""
@@ -147,7 +148,11 @@ class BlockedGraph:
         if not _is_float(node.variable):
             return
         operator, arguments = node.operator, node.arguments
-        if operator in _ANCHORS:
+        if operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
+            group = _Group(node.index, [node.index])
+            self._grow(group, node.variable, node.index + 1, rows=True)
+            self._settle(group, blocked=False)
+        elif operator in _ANCHORS:
             if not _ANCHORS[operator](self, node):
                 return
             group = _Group(node.index, [node.index])
@@ -169,10 +174,11 @@ class BlockedGraph:
                 if group.members:
                     self._settle(group)
 
-    def _settle(self, group: _Group) -> None:
+    def _settle(self, group: _Group, *, blocked: bool = True) -> None:
         for index in group.members:
             self._group_of[index] = group
-        self._blocked.add(group.last)
+        if blocked:
+            self._blocked.add(group.last)
 
     def _shuffle(self, node: _Node) -> None:
         """A shuffle of channels, three operators by its usual spelling, renames slots and moves nothing."""
@@ -198,32 +204,37 @@ class BlockedGraph:
         ):
             self._settle(_Group(chain[0].index, [n.index for n in chain]))
 
-    def _grow(self, group: _Group, value: Any, begin: int) -> None:
+    def _grow(self, group: _Group, value: Any, begin: int, *, rows: bool = False) -> None:
         """Take in elementwise nodes from `begin` on, as far as everything that reads a part of them is taken in too.
 
         They are what comes of `value`: the anchor's, or what a group without anchor starts from, which others may read.
+        Of plain `rows` only the number and the length matter: how they are divided over leading axes does not.
         """
-        shape = _shape(value)
+        shape = _as_rows(_shape(value)) if rows else _shape(value)
         inside: dict[Any, Ref] = {value: VALUE}
         steps: list[Step] = []
         operands: list[Any] = []
         taken: list[_Node] = []
+        fused = 0  #: of those taken
         spread = group.anchor is not None and self._nodes[group.anchor].operator == "nn.conv2d_transpose"
         for node in self._nodes[begin : begin + 4 * _MAX_STEPS]:
             if not any(a in inside for a in node.arguments if isinstance(a, relax.Var)):
                 continue
-            step = None
-            if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
-                step = self._step(node, shape, inside, operands, constants_only=spread)
-            if step is None:
-                # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.
-                break
-            steps.append(step)
+            if rows and node.operator == "reshape" and _as_rows(node.shape) == shape:
+                inside[node.variable] = inside[node.arguments[0]]
+            else:
+                step = None
+                if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
+                    step = self._step(node, shape, inside, operands, constants_only=spread, rows=rows)
+                if step is None:
+                    # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.
+                    break
+                steps.append(step)
+                inside[node.variable] = ("step", len(steps) - 1)
             taken.append(node)
-            inside[node.variable] = ("step", len(steps) - 1)
             if self._is_closed(group, value, taken):
-                group.members += [n.index for n in taken[len(group.steps) :]]
-                group.steps, group.operands = list(steps), list(operands)
+                group.members += [n.index for n in taken[fused:]]
+                group.steps, group.operands, fused = list(steps), list(operands), len(taken)
 
     def _is_closed(self, group: _Group, value: Any, taken: Sequence[_Node]) -> bool:
         """Whether only the last node taken is read from outside. What a group without anchor starts from may be."""
@@ -235,11 +246,13 @@ class BlockedGraph:
         return all(use in indices for node in hidden for use in node.uses)
 
     def _step(
-        self, node: _Node, shape: tuple[int, ...], inside: dict[Any, Ref], operands: list[Any], *, constants_only: bool
-    ) -> Step | None:
+        self, node: _Node, shape: tuple[int, ...], inside: dict[Any, Ref], operands: list[Any], *,
+        constants_only: bool, rows: bool,
+    ) -> Step | None:  # fmt: skip
         """The node as a step; None if it cannot be one. New operands are added."""
-        if node.shape != shape or not _is_float(node.variable):
+        if (_as_rows(node.shape) if rows else node.shape) != shape or not _is_float(node.variable):
             return None
+        fits = _matches_rows if rows else _broadcasts
         references: list[Ref] = []
         added: list[Any] = []
         for argument in node.arguments:
@@ -250,7 +263,7 @@ class BlockedGraph:
             if number is not None:
                 references.append(("number", number))
                 continue
-            if not _broadcasts(argument, shape) or (constants_only and not isinstance(argument, GenericConst)):
+            if not fits(argument, shape) or (constants_only and not isinstance(argument, GenericConst)):
                 return None
             references.append(("input", len(operands) + len(added)))
             added.append(argument)
@@ -394,7 +407,7 @@ class _Emission:
         self._as_blocked[key] = _Blocked(variable, slots, shape)
         return self._as_blocked[key]
 
-    def _kernel(self, group: _Group) -> _Blocked:
+    def _kernel(self, group: _Group) -> Any:
         nodes = self._graph._nodes
         shape = nodes[group.last].shape
         if group.anchor is None:
@@ -405,6 +418,8 @@ class _Emission:
             )
             return _Blocked(self._call(computation, [data.variable], others=others), data.slots, shape)
         node = nodes[group.anchor]
+        if node.operator == "matmul" and group.last not in self._graph._blocked:
+            return self._dense(group, node, shape)
         if node.operator == "reshape" and len(group.members) == 3:
             data = self._blocked(node.arguments[0], None)
             groups, size = node.shape[1], node.shape[2]
@@ -502,6 +517,35 @@ class _Emission:
             )  # fmt: skip
         variable = self._call(conv, inputs, weight=arranged, table=table, others=[*before, *others])
         return _Blocked(variable, out, shape)
+
+    def _dense(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> Any:
+        """Rows of plain data times constant weights, to plain rows."""
+        block = self._graph.block
+        weight = _array(node.arguments[1]).T.astype("float64")
+        outputs, length = weight.shape
+        slots = Slots.in_order(outputs, block)
+        rows = math.prod(node.shape[:-1])
+        scale, shift, steps, operands = _fold_affine(group, outputs)
+        if shift is not None:
+            steps = [Step("add", (VALUE, ("input", len(operands)))), *_shifted(steps)]
+            operands = [*operands, shift]
+        inputs, shapes = [], []
+        for operand in operands:
+            if isinstance(operand, GenericConst | np.ndarray):
+                vector = slots.vector(_channel_vector(operand, outputs).astype("float32"))
+                inputs.append(relax.const(vector))
+                shapes.append(tuple(vector.shape))
+            else:
+                inputs.append(self._reshaped(self._plain(operand), _shape(operand), (rows, outputs)))
+                shapes.append((rows, outputs))
+        dense = Dense(rows, length, outputs, block, Fused(Program(tuple(steps)), tuple(shapes)))
+        data = self._reshaped(self._plain(node.arguments[0]), _shape(node.arguments[0]), (rows, length))
+        arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
+        result = self._call(dense, [data], weight=arranged, others=inputs)
+        return self._reshaped(result, (rows, outputs), shape)
+
+    def _reshaped(self, expression: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+        return expression if before == after else self._builder.emit(relax.op.reshape(expression, after))
 
     def _transposed(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
         """A window as large as its strides: each pixel becomes rows × columns pixels, as channels first."""
@@ -802,6 +846,30 @@ _ANCHORS: Final[dict[str, Callable[[BlockedGraph, _Node], bool]]] = {
 }
 
 
+def _is_dense(node: _Node) -> bool:
+    """Rows times constant weights, [outputs] a whole number of blocks or the rows too few to matter."""
+    data, weight = node.arguments
+    return (
+        isinstance(weight, GenericConst)
+        and _array(weight).ndim == 2
+        and _array(weight).dtype == np.float32
+        and _is_float(data)
+        and len(_shape(data)) >= 2
+    )
+
+
+def _as_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (math.prod(shape[:-1]), shape[-1]) if shape else ()
+
+
+def _matches_rows(expression: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it is a constant for each place in a row, or as many rows of the same length."""
+    if isinstance(expression, GenericConst):
+        array = _array(expression)
+        return array.dtype == np.float32 and array.size == shape[-1] and array.shape[-1:] == shape[-1:]
+    return isinstance(expression, relax.Var) and _is_float(expression) and _as_rows(_shape(expression)) == shape
+
+
 def _is_channel_concat(node: _Node) -> bool:
     axis = node.attributes.axis
     return axis is not None and int(axis) == 1 and len(node.shape) == 4
@@ -943,6 +1011,8 @@ def _stem(computation: Computation) -> str:
     if isinstance(computation, Convolution):
         height, width = computation.window.kernel
         return f"conv{height}x{width}"
+    if isinstance(computation, Dense):
+        return "dense"
     if isinstance(computation, Pooling):
         return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
     return computation.kind if isinstance(computation, Copy) else "pointwise"

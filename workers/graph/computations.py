@@ -35,7 +35,7 @@ class Fused:
     """A program and the shapes of its other inputs; an axis of length 1 is broadcast."""
 
     program: Program = field(default_factory=Program)
-    inputs: tuple[Shape5, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.program.steps)
@@ -135,7 +135,7 @@ def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -
     if isinstance(computation, Pooling):
         blocks, block = computation.blocks, computation.block
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
-    assert isinstance(computation, Convolution)
+    assert isinstance(computation, Convolution | Dense)
     out_blocks, in_units, kh, kw, unit, block = computation.weight_shape
     if variant.startswith("winograd"):
         weight = winograd.transform_weights(weight, int(variant.removeprefix("winograd")))
@@ -153,6 +153,8 @@ def variants(computation: Computation, *, rounding: bool) -> dict[str, tvm.tirx.
     """Every function that computes this, by name. All have the same data, other inputs and result."""
     if isinstance(computation, Convolution):
         return convolution_variants(computation, rounding=rounding)
+    if isinstance(computation, Dense):
+        return {"dense": dense(computation)}
     if isinstance(computation, Pooling):
         return {"window": pooling(computation)}
     if isinstance(computation, Pointwise):
@@ -437,6 +439,81 @@ class Pooling:
         return 2.0 * n * c * h * w * v * self.window.kernel[0] * self.window.kernel[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Rows of plain data [rows, length] times weights, to plain rows [rows, outputs].
+
+    The other inputs of its epilogue are vectors [1, blocks, 1, 1, block], or as many plain rows.
+    """
+
+    rows: int
+    length: int
+    outputs: int
+    block: int
+    epilogue: Fused = field(default_factory=Fused)
+
+    @property
+    def unit(self) -> int:
+        """Places of a row that are summed by the innermost loop."""
+        return next(unit for unit in (16, 8, 4, 2, 1) if self.length % unit == 0)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.outputs // self.block)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.blocks, self.length // self.unit, 1, 1, self.unit, self.block)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (self.rows, self.outputs)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.length * self.blocks * self.block
+
+
+def dense(computation: Dense) -> tvm.tirx.PrimFunc:
+    """The function of a `Dense`: rows are its pixels, and places in a row its channels."""
+    rows, blocks, block, unit = computation.rows, computation.blocks, computation.block, computation.unit
+    units, outputs = computation.length // unit, computation.outputs
+    data = te.placeholder((rows, computation.length), name="data")
+    weight = te.placeholder(computation.weight_shape, name="weight")
+    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(computation.epilogue.inputs)]
+    # Rows of a power of two fall into the same sets of a cache: packed, a tile's numbers lie side by side.
+    stage = te.compute((1, units, rows, unit), lambda n, c, p, i: data[p, c * unit + i], name="stage")
+    ic, ii = te.reduce_axis((0, units), "ic"), te.reduce_axis((0, unit), "ii")
+    total = te.compute(
+        (1, blocks, rows, block),
+        lambda n, o, p, v: te.sum(stage[n, ic, p, ii] * weight[o, ic, 0, 0, ii, v], axis=[ic, ii]),
+        name="sum",
+    )
+
+    whole = outputs % block == 0
+
+    def finish(o: Any, p: Any, v: Any) -> Any:
+        place = o * block + v if whole else tirx.min(o * block + v, outputs - 1)
+        inputs = [tensor[p, place] if len(tensor.shape) == 2 else tensor[0, o, 0, 0, v] for tensor in post]
+        return computation.epilogue.program.evaluate(total[0, o, p, v], inputs)
+
+    geometry = {
+        "n": 1, "o": blocks, "h": 1, "w": rows, "v": block, "ic": units, "kh": 1, "kw": 1, "ii": unit, "stride": 1,
+        "staged": 1, "in_bytes": 4 * rows * computation.length, "others": len(post), "indirect": 0,
+        "tail": int(not whole),
+    }  # fmt: skip
+    if whole:
+        result = te.compute((1, blocks, rows, block), lambda n, o, p, v: finish(o, p, v), name="result")
+        function = _function([data, weight, *post, result], "conv", geometry)
+        schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
+        schedule.transform_layout(schedule.get_sblock("result"), ("write", 0), lambda n, o, p, v: (p, o * block + v))
+        return schedule.mod["main"]
+    # The last block is not whole: it is computed, and what of it there is, is copied.
+    blocked = te.compute((1, blocks, rows, block), lambda n, o, p, v: finish(o, p, v), name="result")
+    cut = te.compute((rows, outputs), lambda p, j: blocked[0, j // block, p, j % block], name="cut")
+    return _function([data, weight, *post, cut], "conv", geometry)
+
+
 #: What padding is worth to each kind of window.
 _PADDING_VALUE = {"depthwise": 0.0, "average": 0.0, "max": -3.4028234663852886e38}
 
@@ -650,4 +727,4 @@ def _copy_geometry(shape: Sequence[int]) -> dict[str, int]:
     return {"outer": math.prod(shape[:2]), "rows": math.prod(shape[2:-1]), "last": shape[-1], "axes": len(shape)}
 
 
-Computation = Convolution | Pooling | Pointwise | Copy
+Computation = Convolution | Dense | Pooling | Pointwise | Copy

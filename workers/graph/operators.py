@@ -16,7 +16,7 @@ from tuning_db.errors import BuildFailed
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
-from workers.graph.computations import Computation, Convolution, Pooling, variants
+from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import commit_record, schedule_of
 from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
@@ -72,7 +72,11 @@ class Model:
                 computation = computations[kernel]
                 of_kernel = [
                     # Sketches are made from the plainest of the computations; of a copy there is nothing to sketch.
-                    (name, normalize_mod(function), index == 0 and isinstance(computation, Convolution | Pooling))
+                    (
+                        name,
+                        normalize_mod(function),
+                        index == 0 and isinstance(computation, Convolution | Dense | Pooling),
+                    )
                     for index, (name, function) in enumerate(functions[computation].items())
                 ]
                 found.append((kernel, task.calls, of_kernel, _fewest_flops(computation, functions[computation])))

@@ -146,6 +146,10 @@ class ConvTemplate(Template):
             self._write_back(schedule, result, unrolled=len(schedule.get_loops(result)) - outside - 1)
         if stage is not None:
             self._place_stage(schedule, stage, task, c)
+        if g.get("tail"):
+            rows_of_cut = schedule.get_loops(schedule.get_sblock("cut"))[0]
+            if c["parallel"] and g["w"] > 1:
+                schedule.parallel(rows_of_cut)
         start = schedule.decompose_reduction(total, reduction[0])
         self._write_back(schedule, start, unrolled=len(tile) + 1)
 
