@@ -24,6 +24,7 @@ from tvm.ir.expr import GenericConst, TensorLoad
 from tvm.s_tir import SBlock, SBlockRealize
 
 from workers.graph.computations import (
+    BatchMatmul,
     Computation,
     Convolution,
     Copy,
@@ -31,6 +32,7 @@ from workers.graph.computations import (
     Fused,
     Pointwise,
     Pooling,
+    View,
     Window,
     pack_weights,
 )  # fmt: skip
@@ -106,6 +108,20 @@ class _Group:
         return self.members[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """What a product of batches of matrices reads."""
+
+    batch: int
+    rows: int
+    length: int
+    columns: int
+    left: Any
+    left_view: View
+    right: Any
+    right_view: View
+
+
 class BlockedGraph:
     """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
 
@@ -117,6 +133,8 @@ class BlockedGraph:
         self._index = {node.variable: node.index for node in self._nodes}
         self._group_of: dict[int, _Group] = {}
         self._blocked: set[int] = set()
+        self._products: dict[int, _Product] = {}
+        self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of
         for node in self._nodes:
             if node.index not in self._group_of:
                 self._consider(node)
@@ -151,6 +169,12 @@ class BlockedGraph:
         if operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
             group = _Group(node.index, [node.index])
             self._grow(group, node.variable, node.index + 1, rows=True)
+            self._settle(group, blocked=False)
+        elif operator == "matmul" and (product := self._product(node)) is not None:
+            self._products[node.index] = product
+            group = _Group(node.index, [node.index])
+            self._grow(group, node.variable, node.index + 1, rows=True, numbers_only=True)
+            self._merge_heads(group)
             self._settle(group, blocked=False)
         elif operator in _ANCHORS:
             if not _ANCHORS[operator](self, node):
@@ -204,7 +228,7 @@ class BlockedGraph:
         ):
             self._settle(_Group(chain[0].index, [n.index for n in chain]))
 
-    def _grow(self, group: _Group, value: Any, begin: int, *, rows: bool = False) -> None:
+    def _grow(self, group: _Group, value: Any, begin: int, *, rows: bool = False, numbers_only: bool = False) -> None:
         """Take in elementwise nodes from `begin` on, as far as everything that reads a part of them is taken in too.
 
         They are what comes of `value`: the anchor's, or what a group without anchor starts from, which others may read.
@@ -226,6 +250,8 @@ class BlockedGraph:
                 step = None
                 if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
                     step = self._step(node, shape, inside, operands, constants_only=spread, rows=rows)
+                if step is not None and numbers_only and any(kind == "input" for kind, _ in step.arguments):
+                    step = None
                 if step is None:
                     # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.
                     break
@@ -271,6 +297,57 @@ class BlockedGraph:
             references.append(("number", float(node.attributes.alpha)))
         operands += added
         return Step(node.operator, tuple(references))
+
+    def _product(self, node: _Node) -> _Product | None:
+        """A product of two batches of matrices that are both computed, if it is one of ours."""
+        left, right = node.arguments
+        shapes = _shape(left), _shape(right), node.shape
+        if isinstance(left, GenericConst) or isinstance(right, GenericConst) or len({len(s) for s in shapes}) > 1:
+            return None
+        if len(node.shape) < 3 or not shapes[0][:-2] == shapes[1][:-2] == node.shape[:-2]:
+            return None
+        if node.shape[-1] % self.block or not _is_float(left) or not _is_float(right):
+            return None
+        return _Product(
+            math.prod(node.shape[:-2]), node.shape[-2], shapes[0][-1], node.shape[-1],
+            *self._view(left, shapes[0]), *self._view(right, shapes[1]),
+        )  # fmt: skip
+
+    def _view(self, expression: Any, shape: tuple[int, ...]) -> tuple[Any, View]:
+        """The tensor in which a batch of matrices really lies, and how: attention's heads are cut from rows."""
+        node = self._node(expression)
+        if node is None or node.operator != "permute_dims" or len(shape) != 4 or node.attributes.axes is None:
+            return expression, View()
+        axes = [int(axis) for axis in node.attributes.axes]
+        if axes == [0, 1, 3, 2]:
+            return node.arguments[0], View(0, True)
+        source = self._node(node.arguments[0])
+        if axes not in ([0, 2, 1, 3], [0, 2, 3, 1]) or source is None or source.operator != "reshape":
+            return expression, View()
+        _, _, heads, size = source.shape
+        before = _shape(source.arguments[0])
+        if self._is_blocked(source.arguments[0]) or len(before) < 2 or before[-1] != heads * size:
+            return expression, View()
+        return source.arguments[0], View(heads, axes == [0, 2, 3, 1])
+
+    def _merge_heads(self, group: _Group) -> None:
+        """Where the results of all heads are only laid beside each other in rows, they are written there at once."""
+        last = self._nodes[group.last]
+        chain = [last]
+        while len(chain) < 3:
+            uses = chain[-1].uses
+            if len(uses) != 1 or uses[0] < 0:
+                return
+            chain.append(self._nodes[uses[0]])
+        _, permuted, joined = chain
+        if permuted.operator != "permute_dims" or joined.operator != "reshape" or len(last.shape) != 4:
+            return
+        _, heads, rows, size = last.shape
+        axes = [int(axis) for axis in permuted.attributes.axes or ()]
+        if axes == [0, 2, 1, 3] and _as_rows(joined.shape) == (last.shape[0] * rows, heads * size):
+            group.members += [permuted.index, joined.index]
+            assert group.anchor is not None
+            self._merged_heads[group.anchor] = heads
 
     def _find_prologues(self) -> dict[int, _Group]:
         """Groups without an anchor that only one computation reads, which takes them in: by that one's anchor."""
@@ -418,6 +495,8 @@ class _Emission:
             )
             return _Blocked(self._call(computation, [data.variable], others=others), data.slots, shape)
         node = nodes[group.anchor]
+        if node.index in self._graph._products:
+            return self._matmul(group, self._graph._products[node.index], shape)
         if node.operator == "matmul" and group.last not in self._graph._blocked:
             return self._dense(group, node, shape)
         if node.operator == "reshape" and len(group.members) == 3:
@@ -543,6 +622,22 @@ class _Emission:
         arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
         result = self._call(dense, [data], weight=arranged, others=inputs)
         return self._reshaped(result, (rows, outputs), shape)
+
+    def _matmul(self, group: _Group, product: _Product, shape: tuple[int, ...]) -> Any:
+        assert group.anchor is not None
+        result = View(self._graph._merged_heads.get(group.anchor, 0))
+        batch, rows, length, columns = product.batch, product.rows, product.length, product.columns
+        matmul = BatchMatmul(
+            batch, rows, length, columns, self._graph.block, product.left_view, product.right_view, result,
+            Fused(Program(tuple(group.steps))),
+        )  # fmt: skip
+        left = self._reshaped(
+            self._plain(product.left), _shape(product.left), product.left_view.shape(batch, rows, length)
+        )
+        right = self._reshaped(
+            self._plain(product.right), _shape(product.right), product.right_view.shape(batch, length, columns)
+        )
+        return self._reshaped(self._call(matmul, [left, right]), matmul.result_shape, shape)
 
     def _reshaped(self, expression: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
         return expression if before == after else self._builder.emit(relax.op.reshape(expression, after))
@@ -1011,8 +1106,8 @@ def _stem(computation: Computation) -> str:
     if isinstance(computation, Convolution):
         height, width = computation.window.kernel
         return f"conv{height}x{width}"
-    if isinstance(computation, Dense):
-        return "dense"
+    if isinstance(computation, Dense | BatchMatmul):
+        return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):
         return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
     return computation.kind if isinstance(computation, Copy) else "pointwise"

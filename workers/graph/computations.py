@@ -155,6 +155,8 @@ def variants(computation: Computation, *, rounding: bool) -> dict[str, tvm.tirx.
         return convolution_variants(computation, rounding=rounding)
     if isinstance(computation, Dense):
         return {"dense": dense(computation)}
+    if isinstance(computation, BatchMatmul):
+        return {"matmul": batch_matmul(computation)}
     if isinstance(computation, Pooling):
         return {"window": pooling(computation)}
     if isinstance(computation, Pointwise):
@@ -727,4 +729,95 @@ def _copy_geometry(shape: Sequence[int]) -> dict[str, int]:
     return {"outer": math.prod(shape[:2]), "rows": math.prod(shape[2:-1]), "last": shape[-1], "axes": len(shape)}
 
 
-Computation = Convolution | Dense | Pooling | Pointwise | Copy
+@dataclass(frozen=True, slots=True)
+class View:
+    """A matrix for each item of a batch, as it lies in a plain tensor.
+
+    With `heads` 0 the tensor is [batch, rows, columns]. Else it is [batch / heads × rows, heads × columns]: matrices of
+    attention's heads lie beside each other in rows of all. `transposed` swaps rows and columns of every matrix.
+    """
+
+    heads: int = 0
+    transposed: bool = False
+
+    def shape(self, batch: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the tensor, for matrices rows × columns as they are read."""
+        if self.transposed:
+            rows, columns = columns, rows
+        if not self.heads:
+            return (batch, rows, columns)
+        return (batch // self.heads * rows, self.heads * columns)
+
+    def index(self, rows: int, columns: int, b: Any, r: Any, c: Any) -> tuple[Any, ...]:
+        """Where element (r, c) of matrix b is."""
+        if self.transposed:
+            rows, columns, r, c = columns, rows, c, r
+        if not self.heads:
+            return (b, r, c)
+        return (b // self.heads * rows + r, b % self.heads * columns + c)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMatmul:
+    """Products of pairs of matrices [rows, length] × [length, columns], neither of them constant."""
+
+    batch: int
+    rows: int
+    length: int
+    columns: int  #: a multiple of `block`
+    block: int
+    left: View = field(default_factory=View)
+    right: View = field(default_factory=View)
+    result: View = field(default_factory=View)
+    epilogue: Fused = field(default_factory=Fused)  #: without other inputs
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.result.shape(self.batch, self.rows, self.columns)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.rows * self.length * self.columns
+
+
+def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
+    """The function of a `BatchMatmul`: the right matrices are packed as weights are, while it runs (block `pack`)."""
+    batch, rows, length, columns, block = (
+        product.batch, product.rows, product.length, product.columns, product.block,
+    )  # fmt: skip
+    unit = next(unit for unit in (16, 8, 4, 2, 1) if length % unit == 0)
+    blocks = columns // block
+    left = te.placeholder(product.left.shape(batch, rows, length), name="data")
+    right = te.placeholder(product.right.shape(batch, length, columns), name="right")
+    pack = te.compute(
+        (batch, blocks, length, block),
+        lambda b, o, k, v: right[product.right.index(length, columns, b, k, o * block + v)],
+        name="pack",
+    )
+    ic, ii = te.reduce_axis((0, length // unit), "ic"), te.reduce_axis((0, unit), "ii")
+
+    def term(b: Any, o: Any, p: Any, v: Any) -> Any:
+        k = ic * unit + ii
+        return te.sum(left[product.left.index(rows, length, b, p, k)] * pack[b, o, k, v], axis=[ic, ii])
+
+    total = te.compute((batch, blocks, rows, block), term, name="sum")
+    result = te.compute(
+        (batch, blocks, rows, block),
+        lambda *index: product.epilogue.program.evaluate(total[index], []),
+        name="result",
+    )
+    geometry = {
+        "n": batch, "o": blocks, "h": 1, "w": rows, "v": block, "ic": length // unit, "kh": 1, "kw": 1, "ii": unit,
+        "stride": 1, "staged": 0, "in_bytes": 4 * batch * rows * length, "others": 0, "indirect": 0, "packed": 1,
+    }  # fmt: skip
+    function = _function([left, right, result], "conv", geometry)
+    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
+    schedule.transform_layout(
+        schedule.get_sblock("result"),
+        ("write", 0),
+        lambda b, o, p, v: product.result.index(rows, columns, b, p, o * block + v),
+    )
+    return schedule.mod["main"]
+
+
+Computation = Convolution | Dense | BatchMatmul | Pooling | Pointwise | Copy

@@ -146,6 +146,12 @@ class ConvTemplate(Template):
             self._write_back(schedule, result, unrolled=len(schedule.get_loops(result)) - outside - 1)
         if stage is not None:
             self._place_stage(schedule, stage, task, c)
+        if g.get("packed"):
+            loops = schedule.get_loops(schedule.get_sblock("pack"))
+            schedule.vectorize(loops[-1])
+            packing = schedule.fuse(*loops[:2])
+            if c["parallel"]:
+                schedule.parallel(packing)
         if g.get("tail"):
             rows_of_cut = schedule.get_loops(schedule.get_sblock("cut"))[0]
             if c["parallel"] and g["w"] > 1:
