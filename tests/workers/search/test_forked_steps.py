@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,17 +164,10 @@ def test_samples_that_disagree() -> None:
     """More samples are taken while the fastest disagree, three times as many at most, and the fastest are kept in their
     order; samples that agree are enough."""
 
-    class Evaluator:
-        def __init__(self, *seconds: float) -> None:
-            self.left = list(seconds)
-
-        def __call__(self, *_: Any) -> Any:
-            return SimpleNamespace(results=[self.left.pop(0)])
-
     def settle(*seconds: float) -> tuple[int, tuple[float, ...]]:
-        sampler = forked_steps._Sampler(Evaluator(*seconds[1:]), [], [seconds[0]])
+        sampler = forked_steps._Sampler(None, [], [seconds[0]])
         while not sampler.is_settled(3, None):
-            sampler.sample()
+            sampler.seconds.append(seconds[len(sampler.seconds)])
         return len(sampler.seconds), sampler.fastest(3)
 
     assert settle(1.01, 1.0, 1.02) == (3, (1.01, 1.0, 1.02))

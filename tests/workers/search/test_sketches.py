@@ -29,18 +29,19 @@ def schedule(rows: int, columns: int, *, parallel: bool = True, vector: bool = T
 
 
 def test_fits(host: Host) -> None:
-    """Up to two registers fewer than there are may hold sums, in whole vectors."""
+    """Up to two registers fewer than there are may hold sums."""
     assert register_rule_broken(schedule(4, 16), CPU) is None
     assert register_rule_broken(schedule(8, 8), CPU) is None
     assert register_rule_broken(schedule(8, 16), CPU) == "128 accumulators in 16 registers of 8"
-    assert register_rule_broken(schedule(16, 8), Cpu(16, 32, 1, 1, 2)) == "vectors of 8 elements on a CPU of 16"
+    assert register_rule_broken(schedule(64, 16), Cpu(16, 32, 1, 1, 1)) == "1024 accumulators in 32 registers of 16"
     assert register_rule_broken(schedule(16, 16), Cpu(16, 32, 1, 1, 2)) is None
 
 
 def test_vectors(host: Host) -> None:
-    """The innermost loop is vectorised, by whole vectors."""
-    assert register_rule_broken(schedule(4, 4), CPU) == "vectors of 4 elements on a CPU of 8"
-    assert register_rule_broken(schedule(4, 16, vector=False), CPU) == "vectors of 1 elements on a CPU of 8"
+    """The innermost loop is vectorised, by four elements at least."""
+    assert register_rule_broken(schedule(8, 4), CPU) is None
+    assert register_rule_broken(schedule(8, 2), CPU) == "vectors of 2 elements"
+    assert register_rule_broken(schedule(4, 16, vector=False), CPU) == "vectors of 1 elements"
 
 
 def test_parallel(host: Host) -> None:
