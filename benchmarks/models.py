@@ -55,7 +55,7 @@ from workers.devices import local_cpu
 from workers.devices.roof import RoofMeasurement
 from workers.devices.roof import measure as measure_roof
 from workers.packaging import baselines
-from workers.packaging.reference import time_in_turns
+from workers.packaging.reference import time_in_turns, wait_until_idle
 
 OURS: Final = "ours"
 UNTUNED: Final = "untuned"
@@ -119,17 +119,6 @@ def measure(work: Work, on_round: Callable[[int], None]) -> dict[str, Any]:
     if work.profiled is not None:
         answer["kernels"] = kernels(work.libraries[work.profiled], feeds, work.threads)
     return answer
-
-
-def wait_until_idle(timeout_s: float = 2.0) -> None:
-    """Sleep until the threads of this process are asleep too: TVM's look for work for a fifth of a second after each
-    inference, and would take a core from whoever is measured next."""
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        before_s = time.process_time()
-        time.sleep(0.02)
-        if time.process_time() - before_s < 0.002:
-            return
 
 
 def difference(wanted: Sequence[Any], got: Sequence[Any]) -> float:

@@ -107,6 +107,8 @@ def run(comparison: Comparison) -> dict[str, Json]:
     # Read when TVM starts its threads. Without it TVM takes OpenMP's number, or half of the cores, and would be timed
     # on fewer cores than ONNX Runtime.
     os.environ["TVM_NUM_THREADS"] = str(comparison.threads)
+    # Bound to cores, TVM's threads would wait for whatever else runs there; ONNX Runtime's are not bound either.
+    os.environ["TVM_BIND_THREADS"] = "0"
     import onnxruntime
     import tvm
     from tvm import relax
@@ -141,14 +143,19 @@ def run(comparison: Comparison) -> dict[str, Json]:
         checks[label] = _worst(entries)
         fixed = [tvm.runtime.tensor(examples[0][spec.name]) for spec in comparison.inputs]
         callers[label] = partial(machine["main"], *fixed)
-    samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s)
+    samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rest=wait_until_idle)
     return {"checks": checks, "samples_s": {label: list(taken) for label, taken in samples.items()}}
 
 
 def time_in_turns(
-    callers: Mapping[str, Callable[[], object]], rounds: int, min_sample_s: float
+    callers: Mapping[str, Callable[[], object]],
+    rounds: int,
+    min_sample_s: float,
+    *,
+    rest: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns."""
+    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns with a
+    rest between."""
     counts = {}
     for label, call in callers.items():
         call()
@@ -162,7 +169,19 @@ def time_in_turns(
             for _ in range(counts[label]):
                 call()
             samples[label].append((time.perf_counter() - start_s) / counts[label])
+            rest()
     return samples
+
+
+def wait_until_idle(timeout_s: float = 1.0) -> None:
+    """Sleep until the threads of this process are asleep too: TVM's look for work for a fifth of a second after each
+    inference, and would take a core from whoever is measured next."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        before_s = time.process_time()
+        time.sleep(0.02)
+        if time.process_time() - before_s < 0.002:
+            return
 
 
 def _worst(entries: Sequence[dict[str, Json]]) -> dict[str, Json]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,11 @@ from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.knobs import Config, Cpu, Template
 
+#: Weights are read from here: more than the last cache of a CPU holds.
+_POOL_BYTES: Final = 128 << 20
+_pool = np.empty(0, dtype=np.float32)
+#: Copies of a kernel's weights at most: small ones stay in a cache within a model as well.
+_MAX_COPIES: Final = 512
 #: Samples of one candidate that are this close to each other are believed.
 _AGREEMENT: Final = 1.05
 #: How many times the samples wanted are taken at most to find some that agree.
@@ -36,7 +42,13 @@ _EXTRA: Final = 3
 
 def preload(intrinsics: str) -> tuple[str, ...]:
     """What a fork server needs for these steps, on a device whose tensor intrinsics are in module `intrinsics`."""
-    return (f"workers.search.intrinsics:use_only:{intrinsics}", __name__)
+    return (f"workers.search.intrinsics:use_only:{intrinsics}", f"{__name__}:fill_pool:{_POOL_BYTES}")
+
+
+def fill_pool(size: str) -> None:
+    """Have so many bytes of numbers at hand, which forked children share: making them takes longer than measuring."""
+    global _pool
+    _pool = np.random.default_rng(0).random(int(size) // 4, dtype=np.float32)
 
 
 def to_tvm_workload(workload: Workload) -> ms.database.Workload:
@@ -140,6 +152,9 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
             for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
         ),
         features=features,
+        weights=tuple(
+            index for index, parameter in enumerate(schedule.mod["main"].params) if parameter.name == "weight"
+        ),
     )
 
 
@@ -192,14 +207,24 @@ def measure_in_turn(candidates: Sequence[Built], measurement: Measurement) -> li
 
 @dataclass(slots=True)
 class _Sampler:
-    """One loaded candidate and the seconds of one call that were seen, in their order."""
+    """One loaded candidate and the seconds of one call that were seen, in their order.
 
-    evaluate: Any
-    arguments: list[Any]
+    Each call reads another copy of the weights. Within a model a kernel's weights were last read an inference ago, and
+    all others' since: measured with weights that are still in a cache, an algorithm that reads four times as many
+    (Winograd's) looks faster than it will be.
+    """
+
+    function: Any
+    arguments: list[list[Any]]  #: in turns
     seconds: list[float]
+    number: int = 1  #: calls of one sample
 
     def sample(self) -> None:
-        self.seconds.append(float(self.evaluate(*self.arguments).results[0]))
+        function, arguments, turns = self.function, self.arguments, len(self.arguments)
+        start_s = time.perf_counter()
+        for call in range(self.number):
+            function(*arguments[call % turns])
+        self.seconds.append((time.perf_counter() - start_s) / self.number)
 
     def fastest(self, count: int) -> tuple[float, ...]:
         """In the order measured."""
@@ -217,18 +242,49 @@ class _Sampler:
 def _samplers(candidates: Sequence[Built], measurement: Measurement) -> list[_Sampler]:
     """With one sample each."""
     os.environ["TVM_NUM_THREADS"] = str(measurement.threads)
-    device = tvm.cpu()
+    # Bound to cores, threads wait for whatever else runs there, while another core may be idle.
+    os.environ["TVM_BIND_THREADS"] = "0"
     generator = np.random.default_rng(0)
     samplers = []
     for built in candidates:
         module = tvm.runtime.load_module(built.library)
-        arguments = [random_tensor(generator, *tensor) for tensor in built.arguments]
-        # The first sample also finds how many calls the others need to be long enough.
-        first = module.time_evaluator("main", device, number=1, min_repeat_ms=int(measurement.min_repeat_s * 1000))
-        seconds = float(first(*arguments).results[0])
-        number = max(1, math.ceil(measurement.min_repeat_s / max(seconds, 1e-9)))
-        samplers.append(_Sampler(module.time_evaluator("main", device, number=number), arguments, [seconds]))
+        sampler = _Sampler(module["main"], _arguments(built, generator), [])
+        # The first samples also find how many calls the others need to be long enough.
+        sampler.sample()
+        while (total_s := sampler.seconds.pop() * sampler.number) < measurement.min_repeat_s:
+            grow = min(100.0, 1.2 * measurement.min_repeat_s / max(total_s, 1e-9))
+            sampler.number = max(sampler.number + 1, math.ceil(sampler.number * grow))
+            sampler.sample()
+        sampler.seconds.append(total_s / sampler.number)
+        samplers.append(sampler)
     return samplers
+
+
+def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
+    """The arguments of one call after another: all the same, but for the weights."""
+    fixed = {
+        index: random_tensor(generator, *tensor)
+        for index, tensor in enumerate(built.arguments)
+        if index not in built.weights
+    }
+    sizes = {index: math.prod(built.arguments[index][1]) for index in built.weights}
+    # Every copy begins in a cache line of its own.
+    strides = {index: -(-size // 16) * 16 for index, size in sizes.items()}
+    one_copy = sum(strides.values())
+    copies = max(1, min(_MAX_COPIES, _pool.size // one_copy)) if one_copy else 1
+    if not one_copy or one_copy > _pool.size:
+        missing = {index: random_tensor(generator, *built.arguments[index]) for index in built.weights}
+        return [[(fixed | missing)[index] for index in range(len(built.arguments))]]
+    turns = []
+    place = 0
+    for _ in range(copies):
+        weights = {}
+        for index in built.weights:
+            numbers = _pool[place : place + sizes[index]].reshape(built.arguments[index][1])
+            weights[index] = tvm.runtime.from_dlpack(numbers)
+            place += strides[index]
+        turns.append([(fixed | weights)[index] for index in range(len(built.arguments))])
+    return turns
 
 
 def random_tensor(generator: np.random.Generator, dtype: str, shape: Sequence[int]) -> Any:
