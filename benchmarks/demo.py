@@ -79,9 +79,12 @@ class Bar:
             self._progress.update(self._task, completed=data["trial"])
         elif event.type == "progress":
             left_s = max(0.0, self._seconds - data["elapsed_s"])
+            # Unknown until every operator has been measured once.
+            predicted_s = data["predicted_s"]
+            predicted = "first measurements" if predicted_s is None else f"model at {predicted_s * 1e3:.2f} ms"
             self._progress.update(
                 self._task,
-                description=f"search: model at {data['predicted_s'] * 1e3:.2f} ms, at most {left_s:.0f} s left",
+                description=f"search: {predicted}, at most {left_s:.0f} s left",
             )
 
 
