@@ -39,7 +39,7 @@ class ConvTemplate(Template):
         vectors = max(1, g["v"] // cpu.lanes)
         for tile_o in [t for t in (1, 2, 3, 4, 6, 8) if g["o"] % t == 0]:
             for tile_h in [t for t in (1, 2, 4) if t == 1 or (g["h"] % t == 0 and g["w"] <= 16)]:
-                for tile_w in self._widths(g["w"], cpu.registers):
+                for tile_w in self._widths(g["w"], (cpu.registers - 1) // vectors - 1):
                     accumulators = tile_o * tile_h * tile_w * vectors
                     if tile_o > 1 and tile_h * tile_w * vectors > 8:
                         continue  # one block has enough: a number of data is then used once, straight from memory
@@ -62,13 +62,14 @@ class ConvTemplate(Template):
                                             }  # fmt: skip
 
     @staticmethod
-    def _widths(width: int, registers: int) -> list[int]:
-        """Widths of a tile: those that divide the row, and a few that leave a tail where no good one does."""
-        limit = min(width, registers - 2)
+    def _widths(width: int, most: int) -> list[int]:
+        """Widths of a tile, of `most` pixels at most: those that divide the row, and a few that leave a tail where no
+        good one does."""
+        limit = min(width, most)
         exact = divisors(width, limit)
-        if exact[-1] >= min(width, 6):
-            return [t for t in exact if t >= min(4, width)]
-        tails = sorted(range(min(6, limit), limit + 1), key=lambda t: (-(-width // t) * t - width, -t))[:4]
+        if exact[-1] >= min(limit, 6):
+            return [t for t in exact if t >= min(4, limit)]
+        tails = sorted(range(min(6, limit // 2), limit + 1), key=lambda t: (-(-width // t) * t - width, -t))[:4]
         return sorted({*exact[-1:], *tails})
 
     @staticmethod

@@ -23,9 +23,10 @@ class WindowTemplate(Template):
         g = geometry
         vectors = max(1, g["v"] // cpu.lanes)
         found: list[Config] = []
-        widths = [t for t in divisors(g["w"], cpu.registers - 4) if t * vectors <= cpu.registers - 4]
-        if widths[-1] < min(g["w"], 4):
-            widths.append(min(4, cpu.registers // vectors - 2))
+        most = (cpu.registers - 4) // vectors
+        widths = divisors(g["w"], most)
+        if widths[-1] < min(g["w"], 4, most):
+            widths.append(min(4, most))
         elements = g["n"] * g["c"] * g["h"] * g["w"] * g["v"] * g["kh"] * g["kw"]
         for tile_h in [t for t in (1, 2, 4) if g["h"] % t == 0]:
             for tile_w in spread(widths, 5):

@@ -21,10 +21,10 @@ class WinogradTemplate(Template):
         g = geometry
         vectors = max(1, g["v"] // cpu.lanes)
         tiles = g["n"] * g["rows"] * g["columns"]
-        limit = min(tiles, cpu.registers - 2)
-        widths = [t for t in divisors(tiles, limit) if t >= min(4, tiles)]
-        if widths[-1:] == [] or widths[-1] < min(tiles, 7):
-            widths = sorted(range(min(5, limit), limit + 1), key=lambda t: (-(-tiles // t) * t - tiles, -t))[:4]
+        limit = min(tiles, (cpu.registers - 1) // vectors - 1)
+        widths = [t for t in divisors(tiles, limit) if t >= min(4, limit)]
+        if widths[-1:] == [] or widths[-1] < min(limit, 7):
+            widths = sorted(range(min(5, limit // 2), limit + 1), key=lambda t: (-(-tiles // t) * t - tiles, -t))[:4]
         found = []
         for tile_o in [t for t in (1, 2, 4) if g["o"] % t == 0]:
             for tile_p in widths:
