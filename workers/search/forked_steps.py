@@ -32,6 +32,8 @@ from workers.search.templates.knobs import Config, Cpu, Template
 #: Weights are read from here: more than the last cache of a CPU holds.
 _POOL_BYTES: Final = 128 << 20
 _pool = np.empty(0, dtype=np.float32)
+#: Numbers in a cache line: TVM takes no tensor that begins within one.
+_LINE: Final = 16
 #: Copies of a kernel's weights at most: small ones stay in a cache within a model as well.
 _MAX_COPIES: Final = 512
 #: Samples of one candidate that are this close to each other are believed.
@@ -48,7 +50,9 @@ def preload(intrinsics: str) -> tuple[str, ...]:
 def fill_pool(size: str) -> None:
     """Have so many bytes of numbers at hand, which forked children share: making them takes longer than measuring."""
     global _pool
-    _pool = np.random.default_rng(0).random(int(size) // 4, dtype=np.float32)
+    numbers = np.random.default_rng(0).random(int(size) // 4 + _LINE, dtype=np.float32)
+    begin = (-numbers.ctypes.data % (4 * _LINE)) // 4
+    _pool = numbers[begin : begin + int(size) // 4]
 
 
 def to_tvm_workload(workload: Workload) -> ms.database.Workload:
@@ -269,7 +273,7 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
     }
     sizes = {index: math.prod(built.arguments[index][1]) for index in built.weights}
     # Every copy begins in a cache line of its own.
-    strides = {index: -(-size // 16) * 16 for index, size in sizes.items()}
+    strides = {index: -(-size // _LINE) * _LINE for index, size in sizes.items()}
     one_copy = sum(strides.values())
     copies = max(1, min(_MAX_COPIES, _pool.size // one_copy)) if one_copy else 1
     if not one_copy or one_copy > _pool.size:

@@ -245,3 +245,17 @@ def test_memory_over_many_builds(server: ForkServer, host: Host, sampled: list[s
     libraries = {future.result().library for future in futures}
     assert len(libraries) == 50
     assert psutil.Process(server.pid).memory_info().rss < before + (64 << 20)
+
+
+def test_weights_are_read_from_other_memory_in_each_call() -> None:
+    """A kernel's weights come from another copy in each of the calls that are timed, its data always from the same."""
+    forked_steps.fill_pool(str(1 << 20))
+    built = Built(
+        "unused.so", (("float32", (4, 8)), ("float32", (8, 1024)), ("float32", (4, 1024))), None, weights=(1,)
+    )
+    turns = forked_steps._arguments(built, np.random.default_rng(0))
+    assert len(turns) == (1 << 20) // (8 * 1024 * 4)
+    addresses = [np.from_dlpack(turn[1]).ctypes.data for turn in turns]
+    assert len(set(addresses)) == len(turns)
+    assert all(address % 64 == 0 for address in addresses)
+    assert len({np.from_dlpack(turn[0]).ctypes.data for turn in turns}) == 1
