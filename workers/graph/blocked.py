@@ -48,6 +48,8 @@ Choose = Callable[[Computation], tuple[str, tvm.tirx.PrimFunc]]
 _MAX_STEPS: Final = 24
 #: A plain input of at most this many channels is read by the first convolution as it is.
 _FEW_CHANNELS: Final = 8
+#: A tensor of more is left to TVM, whose indices are 64 bits wide. Padded it may be twice as large.
+_MAX_ELEMENTS: Final = 2**30
 #: Attribute of a function that is a kernel of ours: its name, which TVM's passes do not keep.
 KERNEL_ATTR: Final = "tunery.kernel"
 #: TVM's pattern of what is never fused with anything.
@@ -163,7 +165,7 @@ class BlockedGraph:
 
     def _consider(self, node: _Node) -> None:
         """Begin a kernel at this node if it is one of ours."""
-        if not _is_float(node.variable):
+        if not _is_float(node.variable) or not self._is_addressable(node):
             return
         operator, arguments = node.operator, node.arguments
         if operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
@@ -197,6 +199,15 @@ class BlockedGraph:
                 self._grow(group, first, node.index)
                 if group.members:
                     self._settle(group)
+
+    def _is_addressable(self, node: _Node) -> bool:
+        """Whether everything that is read and written is so small that the 32-bit indices of our kernels reach it."""
+        tensors = [node.variable, *(a for a in node.arguments if isinstance(a, relax.Var | GenericConst))]
+        for shape in map(_shape, tensors):
+            blocks = [-(-size // self.block) * self.block if axis == 1 else size for axis, size in enumerate(shape)]
+            if math.prod(blocks) > _MAX_ELEMENTS:
+                return False
+        return True
 
     def _settle(self, group: _Group, *, blocked: bool = True) -> None:
         for index in group.members:
@@ -328,6 +339,10 @@ class BlockedGraph:
         before = _shape(source.arguments[0])
         if self._is_blocked(source.arguments[0]) or len(before) < 2 or before[-1] != heads * size:
             return expression, View()
+        if (
+            source.index in self._group_of
+        ):  # with one head, the reshape may be part of a kernel: what it reads is inside
+            return expression, View()
         return source.arguments[0], View(heads, axes == [0, 2, 3, 1])
 
     def _merge_heads(self, group: _Group) -> None:
@@ -344,9 +359,14 @@ class BlockedGraph:
             return
         _, heads, rows, size = last.shape
         axes = [int(axis) for axis in permuted.attributes.axes or ()]
-        if axes == [0, 2, 1, 3] and _as_rows(joined.shape) == (last.shape[0] * rows, heads * size):
+        assert group.anchor is not None
+        product = self._products[group.anchor]
+        if (
+            rows == product.rows
+            and axes == [0, 2, 1, 3]
+            and _as_rows(joined.shape) == (last.shape[0] * rows, heads * size)
+        ):
             group.members += [permuted.index, joined.index]
-            assert group.anchor is not None
             self._merged_heads[group.anchor] = heads
 
     def _find_prologues(self) -> dict[int, _Group]:
@@ -690,6 +710,9 @@ class _Emission:
         if shift is not None:
             steps = [Step("add", (VALUE, ("input", len(operands)))), *_shifted(steps)]
             operands = [*operands, shift]
+        if NONE in slots.channels and not Program(tuple(steps)).keeps_padding_finite:
+            steps = [*steps, Step("masked", (("step", len(steps) - 1), ("input", len(operands))))]
+            operands = [*operands, np.ones(shape[1])]
         inputs, shapes = [], []
         for operand in operands:
             if isinstance(operand, GenericConst | np.ndarray):
@@ -1004,6 +1027,8 @@ def _leading_affine(steps: Sequence[Step], operands: Sequence[Any], channels: in
         elif other[0] == "input" and isinstance(operands[int(other[1])], GenericConst | np.ndarray):
             constant = _channel_vector(operands[int(other[1])], channels).astype("float64")
         else:
+            break
+        if not np.isfinite(constant).all():
             break
         if step.operator == "add":
             shift = shift + constant

@@ -273,8 +273,14 @@ def winograd_tiles(conv: Convolution) -> tuple[int, ...]:
         return ()
     _, _, oh, ow, _ = conv.result_shape
     tiles = (2, 4, 6) if window.kernel[0] == 3 else (2, 4)
+
+    def is_addressable(m: int) -> bool:
+        count = conv.batch * _rounded(oh, m) * _rounded(ow, m) // m**2
+        slots = max(conv.in_units * conv.unit, conv.out_blocks * conv.block)
+        return (m + window.kernel[0] - 1) ** 2 * slots * count < 2**31
+
     # A tile that is mostly outside of the picture multiplies zeros.
-    return tuple(m for m in tiles if _rounded(oh, m) * _rounded(ow, m) < 1.8 * oh * ow)
+    return tuple(m for m in tiles if _rounded(oh, m) * _rounded(ow, m) < 1.8 * oh * ow and is_addressable(m))
 
 
 def _rounded(size: int, tile: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -51,6 +52,20 @@ class Program:
         """Whether it may be computed anew for every use: no transcendental function in it."""
         return not any(step.operator in _COSTLY for step in self.steps)
 
+    @property
+    def keeps_padding_finite(self) -> bool:
+        """Whether a lane that holds no channel is a finite number again, if it is one in all that is read."""
+        return not any(_is_unsafe(step) for step in self.steps)
+
+
+def _is_unsafe(step: Step) -> bool:
+    numbers = [float(which) for kind, which in step.arguments if kind == "number"]
+    if step.operator == "divide":
+        return step.arguments[1] == ("number", 0.0) or step.arguments[1][0] != "number"
+    if step.operator in ("clip", "maximum", "minimum"):
+        return False  # a bound may well be infinite
+    return step.operator in UNSAFE_ON_PADDING or not all(map(math.isfinite, numbers))
+
 
 def _number(value: float) -> tirx.PrimExpr:
     return tirx.const(float(value), "float32")
@@ -88,8 +103,11 @@ OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "clip": _clip,
     "leakyrelu": _leaky,
     "silu": lambda a: a * _sigmoid(a),
+    # Ours: 0 in lanes where the second operand is 0, whatever the first is there.
+    "masked": lambda a, holds: tirx.Select(holds > _number(0), a, _number(0)),
 }
 
 _COSTLY: Final = frozenset({"exp", "erf", "tanh", "sigmoid", "silu", "sqrt", "divide"})
-#: Steps after which a lane that holds no channel may hold something that is not a finite number.
+#: Steps after which a lane that holds no channel may hold something that is not a finite number: what reads it
+#: multiplies it by weights of zero, which would make it NaN.
 UNSAFE_ON_PADDING: Final = frozenset({"divide", "exp", "sqrt"})
