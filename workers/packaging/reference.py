@@ -35,7 +35,7 @@ class Comparison:
     libraries: Mapping[str, str]
     inputs: tuple[TensorSpec, ...]
     threads: int
-    rounds: int = 20
+    rounds: int = 12
     min_sample_s: float = 0.02
 
     def to_json(self) -> str:

@@ -104,12 +104,19 @@ class Search:
         return sum(arm.trials for arm in self.arms)
 
     @property
+    def bound_s(self) -> float:
+        """What no schedule is believed to be faster than. What was faster proves the roof too low, as it is when the
+        machine was busy while the roof was measured: it says nothing then."""
+        best_s = self.best_s
+        return self.floor_s if best_s is None or best_s >= self.floor_s * (1 - _NOISE) else 0.0
+
+    @property
     def is_open(self) -> bool:
         """Whether another round may be worth it."""
         if self.trial_limit is not None and self.trials >= self.trial_limit:
             return False
         best_s = self.best_s
-        if best_s is not None and best_s <= self.floor_s * _NEAR_ROOF:
+        if best_s is not None and best_s <= self.bound_s * _NEAR_ROOF:
             return False
         return self.next_arm() is not None
 
@@ -144,12 +151,12 @@ class Search:
         best_s = self.best_s
         if best_s is None:
             return float(arm.trials == 0)
-        reachable_s = arm.reachable_s(self.floor_s)
+        reachable_s = arm.reachable_s(self.bound_s)
         if reachable_s is None:
             if arm.trials:
                 return 0.0
             share = _FIRST_SHARE if arm.tuner == TEMPLATE else _SKETCH_SHARE
-            reachable_s = max(self.floor_s, best_s * (1 - share))
+            reachable_s = max(self.bound_s, best_s * (1 - share))
         return max(0.0, best_s - reachable_s)
 
 

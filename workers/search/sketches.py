@@ -81,6 +81,7 @@ def _inner_tiles(schedule: tvm.s_tir.Schedule) -> list[InnerTile]:
 
 
 def _realize_within(body: Any, block: Any) -> Any:
-    """Where the block is bound to loops: it is the body of the innermost one, or one of several there."""
+    """Where the block is bound to loops: it is the body of the innermost one, or stands there beside other loops."""
     found = body.seq if isinstance(body, tvm.tirx.SeqStmt) else [body]
-    return next(statement for statement in found if statement.block.same_as(block))
+    realizes = (statement for statement in found if isinstance(statement, tvm.s_tir.SBlockRealize))
+    return next(realize for realize in realizes if realize.block.same_as(block))

@@ -37,6 +37,7 @@ class ConvTemplate(Template):
     def _configs(self, g: Geometry, cpu: Cpu) -> Iterator[Config]:
         flops = 2 * g["n"] * g["o"] * g["h"] * g["w"] * g["v"] * g["ic"] * g["kh"] * g["kw"] * g["ii"]
         vectors = max(1, g["v"] // cpu.lanes)
+        by_task = g["staged"] and not g["indirect"]
         for tile_o in [t for t in (1, 2, 3, 4, 6, 8) if g["o"] % t == 0]:
             for tile_h in [t for t in (1, 2, 4) if t == 1 or (g["h"] % t == 0 and g["w"] <= 16)]:
                 for tile_w in self._widths(g["w"], (cpu.registers - 1) // vectors - 1):
@@ -53,7 +54,10 @@ class ConvTemplate(Template):
                         for order in (0, 1) if g["kh"] > 1 and g["ic"] > 1 else (0,):
                             for chunked in (0, 1) if g["ic"] > 1 and not g["indirect"] else (0,):
                                 for tasks in (_CHANNELS_THEN_ROWS, _ROWS_THEN_CHANNELS, _ROWS):
-                                    for stage_at in (0, 1) if g["staged"] and tasks == _ROWS else (0,):
+                                    # Of what a table chooses no part is known before the whole.
+                                    for stage_at in (
+                                        (0, 1) if g["staged"] and tasks == _ROWS and not g["indirect"] else (0,)
+                                    ):
                                         for parallel in (1,) if flops > 8 * _SERIAL_FLOPS else (0, 1):
                                             yield {
                                                 "tile_o": tile_o, "tile_h": tile_h, "tile_w": tile_w, "strip": strip,
@@ -88,6 +92,9 @@ class ConvTemplate(Template):
         balance = -(-tasks // cpu.threads) * cpu.threads / tasks if c["parallel"] else cpu.threads
         weights = 4 * c["tile_o"] * g["v"] * g["ic"] * g["kh"] * g["kw"] * g["ii"]
         spill = 0.1 if weights > cpu.l2_bytes // 2 else 0.0
+        # Weights that no cache holds are read once where tasks go by channels, and by every thread where by rows.
+        if weights * (g["o"] // c["tile_o"]) > cpu.l2_bytes and c["tasks"] != _CHANNELS_THEN_ROWS:
+            spill += 0.1
         return (
             rounded * balance * (1 + 0.2 * loads + 0.3 * max(0, 8 - accumulators) / 8 + spill + 0.1 * (c["tile_o"] > 1))
             + 0.05 * c["chunked"] + 0.02 * c["order"] - 0.03 * c["stage_at"] + 0.01 * abs(math.log2(max(1, tasks) / 16))
@@ -112,6 +119,9 @@ class ConvTemplate(Template):
         if h is None:
             wo, wm, wi = schedule.split(w, [None, c["strip"], c["tile_w"]])
             rows, middle, tile = [wo], [wm], [wi]
+        elif g["h"] == 1:
+            wo, wm, wi = schedule.split(w, [None, c["strip"], c["tile_w"]])
+            rows, middle, tile = [h, wo], [wm], [wi]
         else:
             ho, hm, hi = schedule.split(h, [None, c["strip"], c["tile_h"]])
             wm, wi = schedule.split(w, [None, c["tile_w"]])
@@ -169,7 +179,8 @@ class ConvTemplate(Template):
 
     @staticmethod
     def _place_stage(schedule: Any, stage: Any, task: Any, c: Config) -> None:
-        """Data is padded or put through the prologue all at once, or task by task where a task does all channels."""
+        """Data is padded or put through the prologue all at once, or task by task where a task does all channels: not
+        where a table chooses channels, for then it is not known what of the data a task reads."""
         if c["stage_at"]:
             schedule.compute_at(stage, task, preserve_unit_loops=True)
             loops = schedule.get_loops(stage)
