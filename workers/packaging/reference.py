@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuning_db.keys import Json, TensorSpec, to_json
+from workers.packaging import baselines
 from workers.processes import die_with_parent
 
 #: How far an output may be from the reference, relative to the reference's largest magnitude (or 1, if that is less).
@@ -143,6 +144,13 @@ def run(comparison: Comparison) -> dict[str, Json]:
         checks[label] = _worst(entries)
         fixed = [tvm.runtime.tensor(examples[0][spec.name]) for spec in comparison.inputs]
         callers[label] = partial(machine["main"], *fixed)
+    if baselines.available()["openvino"] is not None:
+        try:
+            callers["openvino"] = baselines.baseline(
+                "openvino", Path(comparison.reference), examples[0], comparison.threads
+            )
+        except Exception as error:  # it refuses models that ONNX Runtime takes: then there is nothing to tell
+            print(f"OpenVINO cannot run the model: {error}", file=sys.stderr)
     samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rest=wait_until_idle)
     return {"checks": checks, "samples_s": {label: list(taken) for label, taken in samples.items()}}
 

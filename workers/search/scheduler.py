@@ -55,6 +55,8 @@ _EMPTY_ROUNDS: Final = 2
 #: Candidates of an operator that are compared again at the end, if they are within this ratio of the best.
 _CONFIRMED: Final = 4
 _CONFIRMED_RATIO: Final = 1.15
+#: A variant that takes at most so many times as long as the chosen one, alone, may be the better one in the model.
+_NEARLY: Final = 1.3
 #: Seconds that are kept for comparing the best of one operator, up to a share of the search.
 _CONFIRM_S: Final = 0.6
 _CONFIRM_SHARE: Final = 0.1
@@ -193,6 +195,31 @@ class Scheduler:
                     self._guesses[operator.name] = self._guess(operator)
                 choices[operator.name] = self._guesses[operator.name]
         return choices
+
+    def second_choice(self) -> dict[str, Choice]:
+        """`choice()` with the best of another variant wherever that is nearly as fast alone; empty if it nowhere is.
+
+        Within a model variants get into each other's way in another manner than alone: which of the two is better for
+        the whole is for a measurement of the whole to say.
+        """
+        first = self.choice()
+        second = dict(first)
+        for search in self._searches:
+            chosen = first[search.operator.name]
+            if not isinstance(chosen.trial and chosen.trial.outcome, Measured):
+                continue
+            assert chosen.trial is not None
+            assert isinstance(chosen.trial.outcome, Measured)
+            others = [
+                (best[1], order, variant, best[0])
+                for order, variant in enumerate(search.operator.variants)
+                if variant != chosen.variant and (best := self.records.best(variant.workload.digest)) is not None
+            ]
+            if others:
+                median_s, _, variant, trial = min(others, key=lambda other: other[:2])
+                if median_s <= _NEARLY * chosen.trial.outcome.median_s:
+                    second[search.operator.name] = Choice(variant, trial, trial.config, trial.trace)
+        return second if second != first else {}
 
     # What is known at the beginning
 
