@@ -55,9 +55,7 @@ class ConvTemplate(Template):
                             for chunked in (0, 1) if g["ic"] > 1 and not g["indirect"] else (0,):
                                 for tasks in (_CHANNELS_THEN_ROWS, _ROWS_THEN_CHANNELS, _ROWS):
                                     # Of what a table chooses no part is known before the whole.
-                                    for stage_at in (
-                                        (0, 1) if g["staged"] and tasks == _ROWS and not g["indirect"] else (0,)
-                                    ):
+                                    for stage_at in (0, 1) if by_task and tasks == _ROWS else (0,):
                                         for parallel in (1,) if flops > 8 * _SERIAL_FLOPS else (0, 1):
                                             yield {
                                                 "tile_o": tile_o, "tile_h": tile_h, "tile_w": tile_w, "strip": strip,
