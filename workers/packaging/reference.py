@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,7 @@ def run(comparison: Comparison) -> dict[str, Json]:
             )
         except Exception as error:  # it refuses models that ONNX Runtime takes: then there is nothing to tell
             print(f"OpenVINO cannot run the model: {error}", file=sys.stderr)
-    samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rest=wait_until_idle)
+    samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rested=baselines.ENGINES)
     return {"checks": checks, "samples_s": {label: list(taken) for label, taken in samples.items()}}
 
 
@@ -160,10 +160,10 @@ def time_in_turns(
     rounds: int,
     min_sample_s: float,
     *,
-    rest: Callable[[], None] = lambda: None,
+    rested: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns with a
-    rest between."""
+    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns. Those
+    `rested` begin when the threads of whoever was before them have gone to sleep."""
     counts = {}
     for label, call in callers.items():
         call()
@@ -173,11 +173,12 @@ def time_in_turns(
     samples: dict[str, list[float]] = {label: [] for label in callers}
     for _ in range(rounds):
         for label, call in callers.items():
+            if label in rested:
+                wait_until_idle()
             start_s = time.perf_counter()
             for _ in range(counts[label]):
                 call()
             samples[label].append((time.perf_counter() - start_s) / counts[label])
-            rest()
     return samples
 
 
