@@ -56,3 +56,15 @@ def test_without_reduction(host: Host) -> None:
     a = tvm.te.placeholder((4, 4), name="a")
     function = tvm.te.create_prim_func([a, tvm.te.compute((4, 4), lambda i, j: a[i, j] * 2, name="b")])
     assert register_rule_broken(tvm.s_tir.Schedule(tvm.IRModule({"main": function})), CPU) is None
+
+
+def test_beside_other_loops(host: Host) -> None:
+    """A block that comes after other loops in its innermost loop is found there."""
+    a = tvm.te.placeholder((64, 64), name="a")
+    r = tvm.te.reduce_axis((0, 64), name="r")
+    row = tvm.te.compute((64,), lambda i: tvm.te.sum(a[i, r], axis=r), name="row")
+    half = tvm.te.compute((64,), lambda i: row[i] / 2, name="half")
+    beside = tvm.s_tir.Schedule(tvm.IRModule({"main": tvm.te.create_prim_func([a, half])}))
+    [i] = beside.get_loops(beside.get_sblock("half"))
+    beside.compute_at(beside.get_sblock("row"), i)
+    assert register_rule_broken(beside, CPU) == "nothing runs in parallel"
