@@ -26,6 +26,9 @@ from workers.processes import die_with_parent
 #: How far an output may be from the reference, relative to the reference's largest magnitude (or 1, if that is less).
 TOLERANCE: Final[Mapping[str, float]] = {"float16": 1e-2, "float32": 1e-4, "float64": 1e-8}
 _SEEDS: Final = (0, 1, 2)
+#: Seconds that are spent on timing one library, once there are this many samples.
+_ENOUGH_S: Final = 8.0
+_FEWEST: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,11 @@ def time_in_turns(
     *,
     rested: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns. Those
-    `rested` begin when the threads of whoever was before them have gone to sleep."""
+    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns.
+
+    Those `rested` begin when the threads of whoever was before them have gone to sleep. Who has taken `_ENOUGH_S` sits
+    out the later rounds: a model that takes seconds before it is tuned would keep the others waiting.
+    """
     counts = {}
     for label, call in callers.items():
         call()
@@ -173,6 +179,8 @@ def time_in_turns(
     samples: dict[str, list[float]] = {label: [] for label in callers}
     for _ in range(rounds):
         for label, call in callers.items():
+            if len(samples[label]) >= _FEWEST and sum(samples[label]) * counts[label] > _ENOUGH_S:
+                continue
             if label in rested:
                 wait_until_idle()
             start_s = time.perf_counter()
