@@ -275,6 +275,9 @@ class Bench:
         [built] = self.builder.build([Candidate(choice.variant.workload, choice.trace, choice.config)])
         if not isinstance(built, Built):
             raise RuntimeError(f"{layer.name}: what {method} chose was not built again: {built.message}")
+        # A later search that builds the same candidate would remove it by its name.
+        kept = Path(built.library).rename(self.folder / f"{method}-{seed}-{Path(built.library).name}")
+        built = replace(built, library=str(kept))
         winner = f"{choice.variant.name}, {'sketch' if choice.config is None else 'template'}"
         measured_s = choice.trial.outcome.median_s  # type: ignore[union-attr]  # a failure is never chosen
         return Run(layer.name, method, seed, outcomes, elapsed_s, measured_s, winner=winner), built

@@ -32,7 +32,7 @@ from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer
 from workers.search.intrinsics import use_only
 from workers.search.lanes import LocalBuilder, LocalRunner
-from workers.search.space import SPACES
+from workers.search.space import Space
 
 console = Console()
 
@@ -94,8 +94,8 @@ def main() -> int:
         for round_number in range(options.rounds):
             for name, workload in workloads().items():
                 traces = server.call(
-                    forked_steps.propose, target_json, workload, SPACES["ansor"], [], None, options.batch,
-                    round_number + 1, deadline_s=60,
+                    forked_steps.propose, target_json, workload, Space(), [], None, local_cpu.cpu_of(identity),
+                    options.batch, round_number + 1, deadline_s=60,
                 )  # fmt: skip
                 candidates = [Candidate(workload, trace) for trace in traces]
 
