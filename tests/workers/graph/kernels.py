@@ -1,0 +1,182 @@
+"""Models taken apart into kernels, each kernel under many choices of its template, run one by one and compared.
+
+A kernel is compiled as the build step does it; what calls them is read from the emitted Relax function and carried out
+here, so that no choice costs a whole library. What is not a kernel must be a reshape: a test that wants more of a graph
+compiles it whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import tvm
+from numpy.typing import NDArray
+from onnx import ModelProto
+from tvm import relax, s_tir, tirx
+from tvm.ir.expr import GenericConst
+
+from tests.workers.conftest import Host, lower
+from tuning_db.keys import TensorSpec
+from workers.graph import elementary, pipeline
+from workers.graph.blocked import BlockedGraph
+from workers.graph.computations import Computation, variants
+from workers.packaging import reference
+from workers.search.templates.knobs import Config, Cpu, template_of
+from workers.search.templates.registry import TEMPLATES
+
+Array = NDArray[Any]
+
+AVX512 = Cpu(lanes=16, registers=32, l1_bytes=32 << 10, l2_bytes=1 << 20, threads=2)
+AVX2 = Cpu(lanes=8, registers=16, l1_bytes=32 << 10, l2_bytes=1 << 19, threads=2)
+NEON = Cpu(lanes=4, registers=32, l1_bytes=64 << 10, l2_bytes=1 << 20, threads=4)
+CPUS = (AVX512, AVX2, NEON)
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A model that the blocked pass has read."""
+
+    model: ModelProto  #: its shapes bound: what the reference runs
+    inputs: tuple[TensorSpec, ...]
+    graph: BlockedGraph
+
+    def computations(self) -> dict[str, Computation]:
+        """By the kernel's name, in the order of the calls."""
+        return self.graph.emit(plain)[1]
+
+
+def take(model: ModelProto, host: Host, folder: Path) -> Taken:
+    """Import, simplify, divide into kernels."""
+    inputs, imported = lower(model, host, folder)
+    with host.target, pipeline.pass_context():
+        simplified = pipeline.simplify()(imported.module)
+    return Taken(imported.bound, inputs, BlockedGraph(simplified, BLOCK))
+
+
+def plain(computation: Computation) -> tuple[str, tirx.PrimFunc]:
+    """The first variant, as it is."""
+    return next(iter(variants(computation, rounding=True).items()))
+
+
+def scheduled(function: tirx.PrimFunc, config: Config, cpu: Cpu) -> s_tir.Schedule:
+    """A variant under one choice of the template that it is made for. The function may be changed by it."""
+    found = template_of(function)
+    assert found is not None
+    name, geometry = found
+    schedule = s_tir.Schedule(function, seed=1, error_render_level="fast")
+    TEMPLATES[name].schedule(schedule, geometry, config, cpu)
+    return schedule
+
+
+def choices(function: tirx.PrimFunc, cpu: Cpu, count: int, seed: int) -> list[Config]:
+    """The template's first guess and others at random, `count` in all where there are as many."""
+    found = template_of(function)
+    assert found is not None
+    name, geometry = found
+    configs = TEMPLATES[name].configs(geometry, cpu)
+    assert configs, f"template {name!r} has no choice for {geometry} on {cpu}"
+    others = random.Random(seed).sample(range(1, len(configs)), min(count, len(configs)) - 1)
+    return [configs[0], *(configs[number] for number in sorted(others))]
+
+
+def check(taken: Taken, host: Host, *, cpu: Cpu = AVX512, count: int = 3, seed: int = 0) -> int:
+    """Every variant of every kernel of the model computes what ONNX Runtime does, under `count` choices each.
+
+    The number of emissions run. AssertionError says which output differs, and under which choices.
+    """
+    emissions = []
+    functions: dict[str, tirx.PrimFunc] = {}
+    for choose in _choosers(taken, cpu, count, seed):
+        module, computations = taken.graph.emit(choose)
+        names = {name: f"{name}_{choose.number(computation)}" for name, computation in computations.items()}
+        emissions.append((module, names, choose))
+        for variable, function in module.functions.items():
+            if variable.name_hint in names:
+                name = names[variable.name_hint]
+                functions[name] = function.with_attr("global_symbol", name)
+    with pipeline.pass_context():
+        library = tvm.compile(elementary.lower_module(tvm.IRModule(functions)), target=host.target)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(taken.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    example = reference.example_inputs(taken.inputs, seed)
+    wanted = session.run(None, example)
+    outputs = [output.name for output in session.get_outputs()]
+    for module, names, choose in emissions:
+        kernels = {name: library[own] for name, own in names.items()}
+        got = _run(module, kernels, [example[spec.name] for spec in taken.inputs])
+        for entry in reference.compare(wanted, got, outputs):
+            assert entry["ok"], f"{entry['problem']} with {choose.said} for {cpu}"
+    return len(emissions)
+
+
+class _Chooser:
+    """Schedules each computation by its own variant and choice, and remembers which."""
+
+    def __init__(self, options: Mapping[Computation, Sequence[tuple[str, Config]]], turn: int, cpu: Cpu) -> None:
+        self._options = options
+        self._turn = turn
+        self._cpu = cpu
+        self.said: list[str] = []
+
+    def number(self, computation: Computation) -> int:
+        """Of the option that is taken."""
+        return self._turn % len(self._options[computation])
+
+    def __call__(self, computation: Computation) -> tuple[str, tirx.PrimFunc]:
+        name, config = self._options[computation][self.number(computation)]
+        self.said.append(f"{name} {dict(config)}")
+        # Made anew for each schedule, which changes in place what it is given.
+        function = variants(computation, rounding=True)[name]
+        return name, scheduled(function, config, self._cpu).mod["main"]
+
+
+def _choosers(taken: Taken, cpu: Cpu, count: int, seed: int) -> Iterator[_Chooser]:
+    """As many as it takes to see every choice of every computation once."""
+    options = {
+        computation: [
+            (name, config)
+            for name, function in variants(computation, rounding=True).items()
+            for config in choices(function, cpu, count, seed)
+        ]
+        for computation in taken.computations().values()
+    }
+    for turn in range(max(map(len, options.values()), default=0)):
+        yield _Chooser(options, turn, cpu)
+
+
+def _run(module: tvm.ir.IRModule, kernels: Mapping[str, Any], inputs: Sequence[Array]) -> list[Array]:
+    """Carry out the calls of `main`."""
+    main = module["main"]
+    values: dict[Any, Any] = dict(zip(main.params, inputs, strict=True))
+
+    def evaluate(expression: Any) -> Any:
+        if isinstance(expression, relax.Var):
+            return values[expression]
+        if isinstance(expression, GenericConst):
+            return expression.value.numpy()
+        if isinstance(expression, relax.Tuple):
+            return [evaluate(field) for field in expression.fields]
+        assert isinstance(expression, relax.Call), expression
+        shape = [int(size) for size in expression.ty.shape]
+        if expression.op.name == "relax.reshape":
+            return evaluate(expression.args[0]).reshape(shape)
+        assert expression.op.name == "relax.call_tir", f"{expression.op.name} is left to TVM"
+        # What is not written must not look right by chance.
+        result = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
+        arguments = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in evaluate(expression.args[1])]
+        kernels[expression.args[0].name_hint](*arguments, result)
+        return result.numpy()
+
+    for block in main.body.blocks:
+        for binding in block.bindings:
+            values[binding.var] = evaluate(binding.value)
+    result = evaluate(main.body.body)
+    return result if isinstance(result, list) else [result]
