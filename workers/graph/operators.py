@@ -12,11 +12,11 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
 
-from tuning_db.errors import BuildFailed
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
+from workers.packaging.library import apply_schedules
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import commit_record, schedule_of
 from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
@@ -113,25 +113,7 @@ class Model:
             if name in self._functions and choice.trace is not None:
                 commit_record(database, choice.variant.workload, choice.trace, [1.0], self.target)
                 expected += self._functions[name]
-        return elementary.lower_module(self._apply(module, database, expected))
-
-    def _apply(self, module: tvm.ir.IRModule, database: Any, expected: Sequence[str]) -> tvm.ir.IRModule:
-        with self.target, database, pipeline.pass_context():
-            applied = tvm.relax.transform.MetaScheduleApplyDatabase()(module)
-            scheduled = {
-                variable.name_hint
-                for variable, function in applied.functions.items()
-                if isinstance(function, tvm.tirx.PrimFunc)
-                and function.attrs
-                and function.attrs.get("tirx.is_scheduled")
-            }
-            missing = sorted(set(expected) - scheduled)
-            if missing:
-                raise BuildFailed(
-                    f"{len(missing)} of {len(expected)} functions did not take their schedule "
-                    f"({', '.join(missing[:3])}); the module and its records come from different pipelines"
-                )
-            return pipeline.pack_weights()(applied)
+        return elementary.lower_module(apply_schedules(module, database, self.target, expected))
 
     def _write(
         self, choose: Callable[[Computation], tuple[str, Any]]
