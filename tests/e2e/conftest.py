@@ -76,9 +76,13 @@ class Service:
                     found.append(pid)
         return found
 
-    def stored_trials(self) -> int:
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """What a query of the database answers."""
         with contextlib.closing(sqlite3.connect(f"file:{self.data_dir / 'tunery.db'}?mode=ro", uri=True)) as database:
-            return int(database.execute("select count(*) from trials").fetchone()[0])
+            return database.execute(query).fetchall()
+
+    def stored_trials(self) -> int:
+        return int(self.rows("select count(*) from trials")[0][0])
 
 
 @contextlib.contextmanager
