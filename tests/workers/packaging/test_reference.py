@@ -20,6 +20,7 @@ from tests.workers.conftest import Compiled, Host, compile_model
 from tests.workers.frontend.test_onnx_model import branching, celu, folded_determinant, scaled
 from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port
 from tuning_db.keys import TensorSpec
+from workers.packaging import baselines
 from workers.packaging.reference import TOLERANCE, Comparison, compare, example_inputs, run, time_in_turns
 
 QUICK: dict[str, Any] = {"threads": 1, "rounds": 1, "min_sample_s": 1e-4}
@@ -346,7 +347,8 @@ def test_fresh_process(conv: Compiled, tmp_path: Path) -> None:
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert answer["checks"]["untuned"]["ok"] is True
-    assert set(answer["samples_s"]) == {"onnxruntime", "untuned"}
+    engines = {engine for engine, version in baselines.available().items() if version is not None}
+    assert set(answer["samples_s"]) == {"untuned", *engines}
     assert all(sample > 0 for samples in answer["samples_s"].values() for sample in samples)
     program = (
         "import sys, tvm; from workers.packaging.reference import *; "
