@@ -321,8 +321,10 @@ class Attempt:
         if check["outputs_without_finite_values"]:
             names = ", ".join(map(repr, check["outputs_without_finite_values"]))
             self.report("warning", {"message": f"no finite value of {names} was compared: there was none"})
-        medians = {name: statistics.median(samples) for name, samples in verdict["samples_s"].items()}
-        if label == "tuned" and verdict["checks"]["untuned"]["ok"] and medians["untuned"] < medians["tuned"]:
+        # On a busy machine a library of many short parallel kernels waits for cores in most of its samples, and its
+        # median says nothing: what else runs makes a sample longer, never shorter.
+        fastest_s = {name: min(samples) for name, samples in verdict["samples_s"].items()}
+        if label == "tuned" and verdict["checks"]["untuned"]["ok"] and fastest_s["untuned"] < fastest_s["tuned"]:
             return "untuned"
         return label
 
