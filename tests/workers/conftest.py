@@ -24,6 +24,7 @@ from workers.graph import pipeline, tasks
 from workers.packaging import library
 from workers.search import forked_steps, intrinsics
 from workers.search.forkserver import ForkServer
+from workers.search.templates.knobs import Cpu
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Host:
     @property
     def target(self) -> tvm.target.Target:
         return tvm.target.Target(json.loads(self.target_json))
+
+    @property
+    def cpu(self) -> Cpu:
+        return local_cpu.cpu_of(self.identity)
 
     @property
     def intrinsics(self) -> str:

@@ -43,7 +43,7 @@ def tuned(conv: Compiled, conv_workload: Workload, host: Host, server: ForkServe
     """A database with one schedule of `conv`'s computation that packs its weights."""
     for seed in range(1, 6):
         traces = server.call(
-            forked_steps.propose, host.target_json, conv_workload, Space(), [], None, 8, seed, deadline_s=120
+            forked_steps.propose, host.target_json, conv_workload, Space(), [], None, host.cpu, 8, seed, deadline_s=120
         )
         packing = [trace for trace in traces if "layout_transform" in trace.lower() or "TransformLayout" in trace]
         if packing:
