@@ -1,17 +1,16 @@
 """Models taken apart into kernels, each kernel under many choices of its template, run one by one and compared.
 
 A kernel is compiled as the build step does it; what calls them is read from the emitted Relax function and carried out
-here, so that no choice costs a whole library. What is not a kernel must be a reshape: a test that wants more of a graph
-compiles it whole.
+here, so that no choice costs a whole library. The few operators that may lie between kernels are numpy's.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime
@@ -152,6 +151,23 @@ def _choosers(taken: Taken, cpu: Cpu, count: int, seed: int) -> Iterator[_Choose
         yield _Chooser(options, turn, cpu)
 
 
+def _softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+#: Operators of TVM's that may lie between kernels.
+_BETWEEN: Final[Mapping[str, Callable[..., Array]]] = {
+    "reshape": lambda call, x: x,
+    "permute_dims": lambda call, x: x.transpose([int(axis) for axis in call.attrs.axes]),
+    "nn.softmax": lambda call, x: _softmax(x),
+    "matmul": lambda call, x, y: x @ y,
+    "add": lambda call, x, y: x + y,
+    "multiply": lambda call, x, y: x * y,
+    "divide": lambda call, x, y: x / y,
+}
+
+
 def _run(module: tvm.ir.IRModule, kernels: Mapping[str, Any], inputs: Sequence[Array]) -> list[Array]:
     """Carry out the calls of `main`."""
     main = module["main"]
@@ -166,9 +182,11 @@ def _run(module: tvm.ir.IRModule, kernels: Mapping[str, Any], inputs: Sequence[A
             return [evaluate(field) for field in expression.fields]
         assert isinstance(expression, relax.Call), expression
         shape = [int(size) for size in expression.ty.shape]
-        if expression.op.name == "relax.reshape":
-            return evaluate(expression.args[0]).reshape(shape)
-        assert expression.op.name == "relax.call_tir", f"{expression.op.name} is left to TVM"
+        operator = expression.op.name.removeprefix("relax.")
+        if operator in _BETWEEN:
+            read = [evaluate(a) for a in expression.args if not isinstance(a, relax.ShapeExpr)]
+            return np.asarray(_BETWEEN[operator](expression, *read)).reshape(shape)
+        assert operator == "call_tir", f"{operator} is left to TVM"
         # What is not written must not look right by chance.
         result = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
         arguments = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in evaluate(expression.args[1])]
