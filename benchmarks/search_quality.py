@@ -10,11 +10,14 @@ channels; between layers of a model nothing is converted, so the two conversions
 not measured. Stock is `ms.tune_tir` on TVM's own lowering of the same layer (plain NCHW, weights as the model has
 them), with TVM's LocalBuilder and LocalRunner and its defaults, but for two kindnesses: threads are as many as cores
 (by itself TVM's runtime takes half), and builders load the tensor intrinsics of this CPU alone. Without that each new
-pool of builders parses those of every device, 25 to 40 s against a build timeout of 30 s.
+pool of builders parses those of every device, 25 to 40 s against a build timeout of 30 s. Its cost model guesses at
+random until it knows a hundred trials, so with fewer stock is the best of so many sketches.
+
+With --seeds 0 alone it takes about twenty minutes on two idle cores, most of it stock's.
 
 Seconds count from the call that searches; imports are not in them. A trial's time is the searcher's own measurement,
 and each curve is scaled so that its winner has the time that the final comparison gave it: there the winners of all
-methods and seeds of one operator are measured in turns, in one process, with weights out of cache.
+methods with one operator and seed are measured in turns, in one process, with weights out of cache.
 
 Writes results.json, results.md and two plots. `pip install '.[bench]'` has matplotlib; stock needs cloudpickle.
 """
@@ -24,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -442,9 +446,9 @@ class Results:
         return cls(path, data["machine"], runs)
 
     def add(self, machine: dict[str, Json], runs: Sequence[Run]) -> None:
-        """In place of all earlier runs of their operators: what was compared at another time is not comparable."""
-        replaced = {run.operator for run in runs}
-        kept = [run for run in self.runs if run.operator not in replaced]
+        """In place of earlier runs of the same operators and seeds."""
+        replaced = {(run.operator, run.seed) for run in runs}
+        kept = [run for run in self.runs if (run.operator, run.seed) not in replaced]
         order = list(OPERATORS)
         self.runs = sorted([*kept, *runs], key=lambda r: (order.index(r.operator), METHODS.index(r.method), r.seed))
         self.machine = machine
@@ -463,8 +467,9 @@ class Results:
         """Those that stock was run on, in the order of the table."""
         return [name for name in OPERATORS if self.of(name, STOCK)]
 
-    def stock_final_s(self, operator: str) -> float:
-        return statistics.median(run.final_s for run in self.of(operator, STOCK))
+    def final_s(self, operator: str, method: str) -> float:
+        """Median over seeds."""
+        return statistics.median(run.final_s for run in self.of(operator, method))
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,9 +481,10 @@ class Reached:
 
 
 def reached(results: Results, operator: str, method: str) -> Reached:
-    wanted_s = results.stock_final_s(operator)
+    wanted_s = {run.seed: run.final_s for run in results.of(operator, STOCK)}
     never = (math.inf, math.inf)
-    found = [run.reaches(wanted_s) or never for run in results.of(operator, method)]
+    # Of one seed all were compared with each other.
+    found = [run.reaches(wanted_s[run.seed]) or never for run in results.of(operator, method)]
     return Reached(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
@@ -500,21 +506,23 @@ def table(results: Results) -> str:
         "Written by `benchmarks/search_quality.py`, whose head says what is measured and how.",
         "",
         f"{machine['device']}, {machine['cores']} cores; {machine['toolchain']}; {machine['date']}; one-minute load "
-        f"{machine['load_before']} before and {machine['load_after']} after. Medians over "
-        f"{len(results.of(operators[0], STOCK))} seeds, the range over seeds in brackets.",
+        f"{machine['load_before']} before and {machine['load_after']} after; {machine['trials']} trials of ours, "
+        f"{machine['stock_trials']} of stock. Medians over seeds, the range in brackets.",
         "",
         "## The fastest schedule found, µs",
         "",
-        "| operator | " + " | ".join(f"`{m}`" if m != STOCK else m for m in METHODS) + " | stock / `auto` |",
-        "|---|" + "--:|" * (len(METHODS) + 1),
+        "| operator | seeds | " + " | ".join(f"`{m}`" if m != STOCK else m for m in METHODS) + " | stock / `auto` |",
+        "|---|" + "--:|" * (len(METHODS) + 2),
     ]
     for operator in operators:
         cells = []
         for method in METHODS:
             finals = [run.final_s * 1e6 for run in results.of(operator, method)]
-            cells.append(f"{_short(statistics.median(finals))} ({_short(min(finals))} to {_short(max(finals))})")
-        auto_s = statistics.median(run.final_s for run in results.of(operator, "auto"))
-        lines.append(f"| {operator} | {' | '.join(cells)} | {results.stock_final_s(operator) / auto_s:.2f} |")
+            spread = f" ({_short(min(finals))} to {_short(max(finals))})" if len(finals) > 1 else ""
+            cells.append(_short(statistics.median(finals)) + spread)
+        auto_s = {run.seed: run.final_s for run in results.of(operator, "auto")}
+        ratio = statistics.median(run.final_s / auto_s[run.seed] for run in results.of(operator, STOCK))
+        lines.append(f"| {operator} | {len(auto_s)} | {' | '.join(cells)} | {ratio:.2f} |")
     lines += [
         "",
         "## Trials and seconds until as fast as stock ends",
@@ -547,8 +555,8 @@ def table(results: Results) -> str:
         f"`auto` is where stock ends within a quarter of its trials on {counts[0]} of {len(operators)} operators, and "
         f"within a tenth of its seconds on {counts[1]}.",
         "",
-        "![latency against trials](latency_by_trials.svg)",
-        "![latency against seconds](latency_by_seconds.svg)",
+        "![latency against trials](latency_by_trials.png)",
+        "![latency against seconds](latency_by_seconds.png)",
         "",
     ]
     return "\n".join(lines)
@@ -564,11 +572,10 @@ def _short(number: float) -> str:
 def draw(results: Results, folder: Path) -> None:
     """The two plots: a small multiple for each operator, median and range over seeds."""
     import matplotlib as mpl
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    mpl.use("svg")
-    # The same file for the same numbers.
-    mpl.rcParams |= {"svg.hashsalt": "tunery", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.use("agg")
+    mpl.rcParams |= {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     colours = dict(zip(METHODS, ("#E69F00", "#56B4E9", "#D55E00", "#444444"), strict=True))
     for kind, label in (("trials", "trials"), ("seconds", "seconds of search")):
         columns = 5
@@ -586,18 +593,22 @@ def draw(results: Results, folder: Path) -> None:
                     xs, bests.min(axis=0) * 1e6, bests.max(axis=0) * 1e6,
                     color=colours[method], alpha=0.2, linewidth=0, step="post",
                 )  # fmt: skip
-            axis.axhline(results.stock_final_s(operator) * 1e6, color="#444444", linewidth=0.6, linestyle=":")
-            axis.set(xscale="log", yscale="log", title=operator)
-            axis.yaxis.set_major_formatter("{x:.0f}")
-            axis.yaxis.set_minor_formatter("{x:.0f}")
-            axis.tick_params(axis="y", which="minor", labelsize=6)
+            axis.axhline(results.final_s(operator, STOCK) * 1e6, color="#444444", linewidth=0.6, linestyle=":")
+            axis.set(xscale="log", yscale="log")
+            axis.set_title(operator, fontsize=8)
+            low, high = axis.get_ylim()
+            steps = (1, 2, 5) if high > 10 * low else (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8)
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(ticker.NullFormatter())
             axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         for axis in list(grid.flat)[len(operators) :]:
             axis.set_visible(False)
         figure.supxlabel(label)
         figure.supylabel("best so far, µs")
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(METHODS))
-        figure.savefig(folder / f"latency_by_{kind}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"latency_by_{kind}.png", dpi=110)
         pyplot.close(figure)
 
 
@@ -666,7 +677,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operators", nargs="*", help="those whose name holds one of these; all unless given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--trials", type=int, default=64, help="of each of our searches")
+    parser.add_argument("--trials", type=int, default=32, help="of each of our searches")
     parser.add_argument("--stock-trials", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "docs" / "search_quality")
     parser.add_argument("--draw", action="store_true", help="write table and plots from what is stored")
@@ -701,29 +712,29 @@ def run_all(options: argparse.Namespace, results: Results) -> None:
     ):
         folder = Path(scratch)
         bench = Bench(identity, target_json, server, builder, known_roof, folder)
-        for name in chosen:
-            layer = prepare(name, identity, target_json, folder)
+        layers = {name: prepare(name, identity, target_json, folder) for name in chosen}
+        # All operators with one seed before the next: an interrupted run has whole seeds.
+        for seed, (name, layer) in itertools.product(options.seeds, layers.items()):
             found = []
-            for seed in options.seeds:
-                # Methods take turns, so that a busy minute does not fall on one of them alone.
-                for method in METHODS:
-                    if method == STOCK:
-                        run, built = bench.stock(layer, seed, options.stock_trials)
-                    else:
-                        run, built = bench.search(layer, method, seed, options.trials)
-                    failed = sum(median_s is None for _, median_s in run.trials)
-                    console.print(
-                        f"{name}, {method}, seed {seed}: {run.winner_s * 1e6:.1f} µs ({run.winner}) after "
-                        f"{len(run.trials)} trials, {failed} failed, {run.elapsed_s:.1f} s "
-                        f"[{time.monotonic() - start_s:.0f} s]"
-                    )
-                    found.append((run, built))
+            for method in METHODS:
+                if method == STOCK:
+                    run, built = bench.stock(layer, seed, options.stock_trials)
+                else:
+                    run, built = bench.search(layer, method, seed, options.trials)
+                failed = sum(median_s is None for _, median_s in run.trials)
+                console.print(
+                    f"{name}, {method}, seed {seed}: {run.winner_s * 1e6:.1f} µs ({run.winner}) after "
+                    f"{len(run.trials)} trials, {failed} failed, {run.elapsed_s:.1f} s "
+                    f"[{time.monotonic() - start_s:.0f} s]"
+                )
+                found.append((run, built))
             runs = bench.compare(found)
             results.add(machine_of(identity, options, load_before), runs)
-            for method in METHODS:
-                finals = ", ".join(f"{run.final_s * 1e6:.1f}" for run in runs if run.method == method)
-                when = reached(results, name, method)
-                console.print(f"  {method}: {finals} µs; as fast as stock after {when.trials} trials, {when.seconds} s")
+            wanted_s = next(run.final_s for run in runs if run.method == STOCK)
+            for run in runs:
+                when = run.reaches(wanted_s)
+                soon = "never" if when is None else f"after {when[0]} trials, {when[1]:.1f} s"
+                console.print(f"  {run.method}: {run.final_s * 1e6:.1f} µs; as fast as stock's winner {soon}")
 
 
 if __name__ == "__main__":
