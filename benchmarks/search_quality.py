@@ -586,9 +586,9 @@ def draw(results: Results, folder: Path) -> None:
             for method in METHODS:
                 runs = results.of(operator, method)
                 xs, bests = _by_trials(runs) if kind == "trials" else _by_seconds(runs)
-                axis.plot(
-                    xs, np.median(bests, axis=0) * 1e6, color=colours[method], label=method, drawstyle="steps-post"
-                )
+                median_us = np.median(bests, axis=0) * 1e6
+                axis.plot(xs, median_us, color=colours[method], label=method, drawstyle="steps-post")
+                axis.plot(xs[-1:], median_us[-1:], color=colours[method], marker="o", markersize=3)
                 axis.fill_between(
                     xs, bests.min(axis=0) * 1e6, bests.max(axis=0) * 1e6,
                     color=colours[method], alpha=0.2, linewidth=0, step="post",
