@@ -339,9 +339,8 @@ class BlockedGraph:
         before = _shape(source.arguments[0])
         if self._is_blocked(source.arguments[0]) or len(before) < 2 or before[-1] != heads * size:
             return expression, View()
-        if (
-            source.index in self._group_of
-        ):  # with one head, the reshape may be part of a kernel: what it reads is inside
+        if source.index in self._group_of:
+            # Of a single head, the reshape may be the last part of a kernel: what it reads is not seen outside.
             return expression, View()
         return source.arguments[0], View(heads, axes == [0, 2, 3, 1])
 
