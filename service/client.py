@@ -361,10 +361,13 @@ class Tunery:
         except _Retryable as last:
             raise last.error from last.__cause__
 
-    def _stream(self, job_id: str, after: int, read_timeout_s: float) -> Iterator[Event]:
-        """One connection's events; ends when the service or the network ends it."""
+    def _stream(self, job_id: str, after: int, deadline_s: float | None) -> Iterator[Event]:
+        """One connection's events; ends when the service or the network ends it, or when `deadline_s` (of the
+        monotonic clock) has come."""
+        left_s = 40.0 if deadline_s is None else max(deadline_s - time.monotonic(), 0.1)
         headers = {"last-event-id": str(after)} if after else {}
-        timeout = httpx.Timeout(read_timeout_s, connect=5.0)
+        # The service says something every 15 s, if only a comment.
+        timeout = httpx.Timeout(min(40.0, left_s), connect=5.0)
         with self._http.stream(
             "GET", f"/v1/jobs/{_segment(job_id)}/events", headers=headers, timeout=timeout
         ) as response:
@@ -373,6 +376,8 @@ class Tunery:
                 _raise_for(response)
             kind, seq, data = "message", None, ""
             for line in response.iter_lines():
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    return  # comments alone would keep a silent job's connection open for ever
                 name, _, value = line.partition(":")
                 value = value.removeprefix(" ")
                 if name == "event":
@@ -434,8 +439,7 @@ class JobHandle:
                     f"job {self.id} is {self.state} after {timeout_s:g} s; wait longer: tunery wait {self.id}"
                 )
             try:
-                # The service says something every 15 s, if only a comment.
-                for event in self._client._stream(self.id, after, min(40.0, left_s) if left_s else 40.0):
+                for event in self._client._stream(self.id, after, deadline):
                     failures = 0
                     after = event.seq or after
                     if event.type == "end":

@@ -108,9 +108,9 @@ class Supervisor:
                     heard_s, last_event = time.monotonic(), events[-1].seq
             except (DatabaseUnavailable, StorageFull) as error:
                 # Keep working: if the store is silent for too long, the sweep gives the job away, and the next
-                # heartbeat says so.
+                # heartbeat says so. But a process that froze in a transaction is itself what locks the store.
                 _log.warning("heartbeat not stored", job=claim.job_id, message=str(error))
-                continue
+                cancelled = False
             if cancelled:
                 self._end(process, claim)
                 self.store.mark_cancelled(claim)
