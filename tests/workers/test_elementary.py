@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,3 +178,24 @@ def test_division_by_a_constant_is_within_two_units(host: Host) -> None:
     found = evaluate(elementary.lower_module(vectorised(function)), host, values)
     exact = values.astype(np.float64) / 3
     assert (np.abs(found - exact) <= 1.5 * np.spacing(np.abs(exact.astype(np.float32)))).all()
+
+
+def test_functions_of_functions() -> None:
+    """Ten functions of each other compile at once and are right, the outermost by the C library's own functions."""
+    x = np.linspace(-3, 3, 64, dtype=np.float32)
+    source = te.placeholder((64,), name="x")
+
+    def nested(i: Any) -> Any:
+        value = source[i]
+        for make in [tirx.tanh, tirx.sigmoid, tirx.exp, tirx.erf, tirx.log] * 2:
+            value = make(value) + tirx.const(0.5, "float32")
+        return value
+
+    function = te.create_prim_func([source, te.compute((64,), nested)]).with_attr("global_symbol", "main")
+    module = tvm.compile(elementary.lower_module(tvm.IRModule({"main": function})), target=tvm.target.Target("llvm"))
+    out = tvm.runtime.tensor(np.zeros(64, np.float32))
+    module["main"](tvm.runtime.tensor(x), out)
+    expected = x.astype(np.float64)
+    for make in [np.tanh, lambda v: 1 / (1 + np.exp(-v)), np.exp, np.vectorize(math.erf), np.log] * 2:
+        expected = make(expected) + 0.5
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5)

@@ -46,6 +46,8 @@ Choose = Callable[[Computation], tuple[str, tvm.tirx.PrimFunc]]
 
 #: Steps that one kernel takes in at most: beyond, expressions are computed anew too often.
 _MAX_STEPS: Final = 24
+#: Operations of a kernel's chain (`Program.size`): three transcendental functions of each other are beyond it.
+_MAX_SIZE: Final = 1000
 #: A plain input of at most this many channels is read by the first convolution as it is.
 _FEW_CHANNELS: Final = 8
 #: A tensor of more is left to TVM, whose indices are 64 bits wide. Padded it may be twice as large.
@@ -262,6 +264,8 @@ class BlockedGraph:
                 if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
                     step = self._step(node, shape, inside, operands, constants_only=spread, rows=rows)
                 if step is not None and numbers_only and any(kind == "input" for kind, _ in step.arguments):
+                    step = None
+                if step is not None and Program((*steps, step)).size > _MAX_SIZE:
                     step = None
                 if step is None:
                     # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.

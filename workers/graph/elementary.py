@@ -26,6 +26,8 @@ from tvm import tirx
 
 #: 1.5 · 2^23: added to a number below 2^22 it rounds it to an integer, which then stands in the lowest bits.
 _ROUNDER: Final = 12582912.0
+#: How deep calls are replaced in each other.
+_MAX_DEPTH: Final = 2
 #: What float32 adds to an exponent.
 _BIAS: Final = 127
 #: ln 2 in two parts. The first has nine significant bits: its products with an exponent are exact.
@@ -51,16 +53,31 @@ def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
     Two kinds of division become multiplications by a reciprocal, at up to 1.5 ulp: by a constant, and the softmax's
     by the sum of its row. A vector's division takes as long as ten multiplications.
 
+    Of a function of a function of a function the outermost are calls of the C library after all: compiling takes time
+    that grows with the power of the depth, since simplification puts each value in wherever it is read.
+
     Meant for scheduled functions, right before they are compiled: an inlined block would otherwise carry its copies of
     the arithmetic into every schedule, and schedules, traces and keys would depend on coefficients.
     """
     stores = _stores(function)
+    # What each replaced call's argument is bound to: how deep calls are nested in it, itself included.
+    depths: dict[Any, int] = {}
+
+    def depth(expression: Any) -> int:
+        found = [0]
+        tvm_ffi.structural_walk(expression, (tirx.Let, lambda let: found.append(depths.get(let.var, 0))))
+        return max(found)
 
     def replace(call: tvm.ir.Call) -> Any:
         make = _MAKERS.get(getattr(call.op, "name", ""))
         if make is None or str(call.ty.dtype) != "float32":
             return call
-        return _let("x", call.args[0], make)
+        inner = depth(call.args[0])
+        if inner >= _MAX_DEPTH:
+            return _in_c_library(call)
+        lowered = _let("x", call.args[0], make)
+        depths[lowered.var] = inner + 1
+        return lowered
 
     def divide(quotient: tirx.Div) -> Any:
         if str(quotient.ty.dtype) != "float32":
@@ -249,6 +266,14 @@ def _clamp(x: Any, low: float, high: float) -> Any:
             "l", tirx.Select(v < _f32(low), _f32(low), v), lambda w: tirx.Select(w > _f32(high), _f32(high), w)
         ),
     )
+
+
+def _in_c_library(call: tvm.ir.Call) -> Any:
+    """The call as one of the C library's function, which no pass looks into."""
+    name, (x,) = call.op.name.removeprefix("tirx."), call.args
+    if name == "sigmoid":
+        return _f32(1.0) / (tirx.call_pure_extern("float32", "expf", -x) + _f32(1.0))
+    return tirx.call_pure_extern("float32", f"{name}f", x)
 
 
 def _let(name: str, value: Any, body: Callable[[Any], Any], dtype: str = "float32") -> Any:

@@ -53,6 +53,16 @@ class Program:
         return not any(step.operator in _COSTLY for step in self.steps)
 
     @property
+    def size(self) -> int:
+        """Operations of one element if each step were computed anew wherever it is read, which is what simplification
+        makes of an expression; a transcendental function reads its argument many times."""
+        sizes: list[int] = []
+        for step in self.steps:
+            read = sum(sizes[int(which)] for kind, which in step.arguments if kind == "step")
+            sizes.append(1 + (16 * (1 + read) if step.operator in _COSTLY else read))
+        return sizes[-1] if sizes else 0
+
+    @property
     def keeps_padding_finite(self) -> bool:
         """Whether a lane that holds no channel is a finite number again, if it is one in all that is read."""
         return not any(_is_unsafe(step) for step in self.steps)

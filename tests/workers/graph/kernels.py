@@ -160,6 +160,7 @@ def _softmax(x: Array) -> Array:
 _BETWEEN: Final[Mapping[str, Callable[..., Array]]] = {
     "reshape": lambda call, x: x,
     "permute_dims": lambda call, x: x.transpose([int(axis) for axis in call.attrs.axes]),
+    "nn.relu": lambda call, x: np.maximum(x, 0),
     "nn.softmax": lambda call, x: _softmax(x),
     "matmul": lambda call, x, y: x @ y,
     "add": lambda call, x, y: x + y,

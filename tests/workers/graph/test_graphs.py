@@ -182,7 +182,50 @@ def constants_on_both_sides() -> ModelProto:
     return net.model(net.conv(net("Sub", net.number(1), x), 19, 7))
 
 
-@pytest.mark.parametrize("make", [diamond, odd_concat, mixed_residual, upsampled, constants_on_both_sides])
+def prologues() -> ModelProto:
+    """Normalisation and ReLU in front of a depthwise convolution, of groups that share blocks, of strides, of padding
+    around one pixel: what is padded is 0, not what the prologue makes of 0."""
+    net = Net()
+    x = net.conv(net.input(2, 3, 7, 6), 3, 20)
+
+    def before() -> str:
+        y = net("Mul", x, net.random(20, 1, 1, low=0.5, high=1.5))
+        return net("Relu", net("Add", y, net.random(1, 20, 1, 1, low=0.5, high=1)))
+
+    return net.model(
+        net.conv(before(), 20, 20, (3, 3), groups=20, pads=[1] * 4),
+        net.conv(before(), 20, 10, (3, 3), groups=5, pads=[1, 0, 1, 2]),
+        net.conv(before(), 20, 9, strides=[2, 3]),
+        net.conv(before(), 20, 6, pads=[1, 2, 0, 1]),
+        net("AveragePool", before(), kernel_shape=[3, 3], pads=[1] * 4),
+    )
+
+
+def shuffled() -> ModelProto:
+    """Two shuffles after each other, added to what was not shuffled, read by groups and joined with other tensors."""
+    net = Net()
+    x = net.conv(net.input(1, 3, 5, 5), 3, 36)
+    y = net("Relu", x)
+    for groups in (3, 4):
+        y = net("Reshape", y, net.constant(np.array([1, groups, 36 // groups, 5, 5])))
+        y = net("Reshape", net("Transpose", y, perm=[0, 2, 1, 3, 4]), net.constant(np.array([1, 36, 5, 5])))
+    z = net.conv(net("Relu", y), 36, 36, (3, 3), groups=6, pads=[1] * 4)
+    joined = net("Concat", net("Add", z, y), net("Relu", z), axis=1)
+    return net.model(net.conv(joined, 72, 4, groups=4), net("Add", x, y))
+
+
+def long_chain() -> ModelProto:
+    """More steps than one kernel takes."""
+    net = Net()
+    x = net.conv(net.input(1, 3, 4, 4), 3, 17)
+    for number in range(40):
+        x = net("Add", x, net.number(0.1)) if number % 2 else net("Tanh", x)
+    return net.model(net.conv(x, 17, 3))
+
+
+@pytest.mark.parametrize(
+    "make", [prologues, shuffled, long_chain, diamond, odd_concat, mixed_residual, upsampled, constants_on_both_sides]
+)
 def test_structures(make: Callable[[], ModelProto], host: Host, tmp_path: Path) -> None:
     """Several outputs, values used twice, odd parts joined, differently laid out tensors combined."""
     check(take(make(), host, tmp_path), host, count=2)
