@@ -47,6 +47,7 @@ from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
 
 if TYPE_CHECKING:
+    from workers.graph.memory import MemoryPlan
     from workers.search.candidates import Choice, Operator
     from workers.search.records import Records
 
@@ -132,7 +133,7 @@ class Attempt:
                 simplified = pipeline.simplify()(imported.module)
                 untuned_module = pipeline.lower_operators()(simplified)
             untuned = self.scratch / "untuned.so"
-            library.compile_library(untuned_module, target, untuned)
+            untuned_plan = library.compile_library(untuned_module, target, untuned)
             records = Records(self.store, self.claim, self.key.record_scope())
             model = Model(simplified, target, cpu.lanes, self.key.options.winograd)
             operators = model.extract(records.adopt)
@@ -141,10 +142,11 @@ class Attempt:
             self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
             outcome = self._search(server, cpu, operators, records)
             self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
-            libraries = {"untuned": str(untuned)}
+            libraries, plans = {"untuned": str(untuned)}, {str(untuned): untuned_plan}
             for label, choices in outcome.candidates():
                 libraries[label] = str(self.scratch / f"{label}.so")
-                library.compile_library(model.assemble(choices), target, Path(libraries[label]))
+                plan = library.compile_library(model.assemble(choices), target, Path(libraries[label]))
+                plans[libraries[label]] = plan
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         verdict = self._compare(reference, libraries, cpu.threads)
@@ -169,7 +171,7 @@ class Attempt:
                 "nodes_before": imported.nodes_before,
                 "nodes_after": imported.nodes_after,
                 "operators": len(operators),
-                "kernels": sum(operator.weight for operator in operators),
+                **_reported(plans[libraries[label]]),
             },
             "records": {
                 "tuned_tasks": len(operators),
@@ -327,6 +329,16 @@ class Attempt:
         if label == "tuned" and verdict["checks"]["untuned"]["ok"] and fastest_s["untuned"] < fastest_s["tuned"]:
             return "untuned"
         return label
+
+
+def _reported(plan: MemoryPlan) -> dict[str, Json]:
+    """How many kernels an inference of the library calls, and what their tensors take."""
+    return {
+        "kernels": plan.kernels.total(),
+        "layout_transforms": plan.layout_transforms,
+        "concatenations_by_placing": plan.concatenations,
+        "intermediates_bytes": {"planned": plan.planned_bytes, "unplanned": plan.unplanned_bytes},
+    }
 
 
 def _as_dict(value: Json) -> dict[str, Json]:

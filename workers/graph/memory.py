@@ -8,8 +8,10 @@ behind each other: where they can be written there in the first place, its kerne
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import tvm
@@ -18,6 +20,8 @@ from tvm import relax
 
 #: Attribute of a function that puts its inputs behind each other, which placing them can do as well.
 CONCAT_ATTR: Final = "tunery.concat"
+#: Kernels by name: plain ↔ blocked, blocked in another order, and TVM's transposition where nothing is fused to it.
+_LAYOUT_TRANSFORM: Final = re.compile(r"(block|plain|remap)_\d+$|transpose\d*$")
 #: Vectors are read and written whole: no tensor begins within a cache line.
 _ALIGNMENT: Final = 64
 
@@ -48,11 +52,17 @@ class _Tensor:
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """What a plan came to, in bytes of intermediates."""
+    """What an inference calls, and what its intermediates take."""
 
-    planned: int = 0
-    unplanned: int = 0  #: each tensor by itself
-    concatenations: int = 0  #: kernels dropped
+    planned_bytes: int = 0
+    unplanned_bytes: int = 0  #: each tensor by itself
+    concatenations: int = 0  #: kernels dropped, since their inputs are written where they belong
+    kernels: Counter[str] = field(default_factory=Counter)  #: calls of each function in one inference
+
+    @property
+    def layout_transforms(self) -> int:
+        """Calls that only put numbers into another order."""
+        return sum(calls for name, calls in self.kernels.items() if _LAYOUT_TRANSFORM.match(name))
 
 
 @tvm.transform.module_pass(opt_level=0, name="PlaceIntermediates")
@@ -87,6 +97,9 @@ class _Placement:
         self._read()
         self._concatenate()
         total = self._place()
+        for index, binding in enumerate(self._bindings):
+            if index not in self._dropped and self._kernel(binding.value) is not None:
+                self._plan.kernels[binding.value.op.name_hint] += 1
         return self._write(total)
 
     def _read(self) -> None:
@@ -179,8 +192,8 @@ class _Placement:
                 at += where.within
                 where = where.parent
             tensor.offset = where.offset + at
-        self._plan.planned = total
-        self._plan.unplanned = sum(tensor.size for tensor in inside)
+        self._plan.planned_bytes = total
+        self._plan.unplanned_bytes = sum(tensor.size for tensor in inside)
         return total
 
     def _write(self, total: int) -> relax.Function:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import tvm
+import tvm_ffi
 from tvm import relax
+from tvm.relax import dpl
 
 from workers.graph.memory import PlaceIntermediates
 
@@ -39,11 +41,33 @@ def simplify() -> tvm.transform.Pass:
     )
 
 
+@relax.transform.function_pass(opt_level=0, name="MergeReshapes")
+class MergeReshapes:
+    """A reshape of a reshape is one of what the first one reads, and none if that has the shape already.
+
+    Alone a reshape is a view of its tensor; fused to another one it would become a kernel that copies.
+    """
+
+    def transform_function(self, function: Any, _module: tvm.ir.IRModule, _context: Any) -> Any:
+        source = dpl.wildcard()
+        pattern = dpl.is_op("relax.reshape")(dpl.is_op("relax.reshape")(source, dpl.wildcard()), dpl.wildcard())
+
+        def merge(call: Any, matched: Any) -> Any:
+            read = matched[source]
+            if tvm_ffi.structural_equal(read.ty.shape, call.ty.shape):
+                return read
+            return relax.op.reshape(read, call.args[1])
+
+        return dpl.rewrite_call(pattern, merge, function)
+
+
 def lower_operators() -> tvm.transform.Pass:
     """Operators that are not kernels of ours yet: lowered to loops and fused, with the constant weights marked whose
     layout a schedule may choose."""
     return tvm.transform.Sequential(
         [
+            MergeReshapes(),
+            relax.transform.DeadCodeElimination(),
             relax.backend.DispatchSampling(),
             relax.backend.DispatchSortScan(),
             relax.transform.LegalizeOps(),
@@ -70,8 +94,8 @@ def pack_weights() -> tvm.transform.Pass:
     )
 
 
-def lower_to_vm() -> tvm.transform.Pass:
-    """From call_tir to the virtual machine's instructions, memory planned."""
+def lower_to_vm(place: PlaceIntermediates) -> tvm.transform.Pass:
+    """From call_tir to the virtual machine's instructions, memory planned by `place`."""
     return tvm.transform.Sequential(
         [
             relax.transform.RewriteDataflowReshape(),
@@ -79,7 +103,7 @@ def lower_to_vm() -> tvm.transform.Pass:
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),
             relax.transform.CanonicalizeBindings(),
-            PlaceIntermediates(),
+            place,
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),

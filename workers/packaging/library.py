@@ -11,6 +11,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from tuning_db.errors import BuildFailed
 from workers.graph import pipeline
+from workers.graph.memory import MemoryPlan, PlaceIntermediates
 
 
 def apply_schedules(
@@ -37,14 +38,16 @@ def apply_schedules(
         return pipeline.pack_weights()(applied)
 
 
-def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Path) -> None:
-    """Compile and link. BuildFailed carries the compiler's last line."""
+def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Path) -> MemoryPlan:
+    """Compile and link; returns what an inference will call. BuildFailed carries the compiler's last line."""
+    place = PlaceIntermediates()
     try:
         with pipeline.pass_context():
-            executable = relax.build(module, target, relax_pipeline=pipeline.lower_to_vm())
+            executable = relax.build(module, target, relax_pipeline=pipeline.lower_to_vm(place))
         executable.export_library(str(path))
     except Exception as error:  # LLVM, the linker and every pass raise their own
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise BuildFailed(
             f"the library did not compile: {lines[-1][:300] if lines else type(error).__name__}"
         ) from error
+    return place.plan

@@ -45,9 +45,9 @@ def choose(operator: Operator, cpu: Cpu, generator: random.Random) -> Choice:
     return Choice(variant, None, config, trace)
 
 
-def attention(heads: int = 1) -> ModelProto:
+def attention(heads: int = 1, rows: int = 8) -> ModelProto:
     """Projected queries, keys and values; heads cut apart and joined; what was read is added at the end."""
-    net, rows, size = Net(), 8, 16
+    net, size = Net(), 16
     width = heads * size
     x = net.input(2, rows, width)
     apart, together = (net.constant(np.array(s)) for s in ((2, rows, heads, size), (2, rows, width)))

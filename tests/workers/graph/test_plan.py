@@ -1,0 +1,103 @@
+"""What an inference of a library calls, and the memory of its intermediates, on small graphs and on a real model."""
+
+from __future__ import annotations
+
+import re
+import site
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+from onnx import ModelProto
+
+from tests.samples import make_key
+from tests.workers.conftest import Host, lower
+from tests.workers.graph.test_graphs import densenet, resnet
+from tests.workers.graph.test_operators import attention
+from tuning_db.jobs import Claim
+from tuning_db.keys import TensorSpec
+from tuning_db.store import TuningStore
+from workers.frontend.onnx_import import import_onnx
+from workers.graph import pipeline
+from workers.graph.memory import MemoryPlan, PlaceIntermediates
+from workers.graph.operators import Model
+from workers.packaging import library
+from workers.search.candidates import Choice
+from workers.search.records import Records
+
+SCOPE = make_key().record_scope()
+
+
+def plan_of(module: object, host: Host, store: TuningStore, claim: Claim) -> MemoryPlan:
+    with host.target, pipeline.pass_context():
+        model = Model(pipeline.simplify()(module), host.target, host.cpu.lanes, winograd=False)
+    operators = model.extract(Records(store, claim, SCOPE).adopt)
+    assembled = model.assemble({o.name: Choice(o.variants[0], None, None, None) for o in operators})
+    place = PlaceIntermediates()
+    with host.target, pipeline.pass_context():
+        pipeline.lower_to_vm(place)(assembled)
+    assert place.plan.kernels.total() <= sum(operator.weight for operator in operators)
+    return place.plan
+
+
+def kinds(plan: MemoryPlan) -> Counter[str]:
+    """Calls by kind: a kernel's name without its number."""
+    found: Counter[str] = Counter()
+    for name, calls in plan.kernels.items():
+        found[re.sub(r"_?\d+$", "", name)] += calls
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "concatenations"),
+    [
+        # Two blocks of two convolutions, one with a convolution beside: additions and ReLUs are in the convolutions.
+        (resnet, {"conv3x3": 5, "max_pool": 1, "conv1x1": 1, "plain": 1}, 0),
+        # BatchNorm and ReLU in front of a convolution are in it; parts are written where they belong.
+        (densenet, {"conv3x3": 3, "plain": 1}, 2),
+        (lambda: attention(2, rows=32), {"dense": 4, "matmul": 2, "softmax": 1, "reshape": 1}, 0),
+    ],
+)
+def test_kernels_of_small_graphs(
+    make: Callable[[], ModelProto], expected: dict[str, int], concatenations: int, host: Host,
+    sqlite_store: TuningStore, claim: Claim, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Elementwise operators are fused into what is heavy, layouts change at the edges, concatenations are dropped."""
+    _, imported = lower(make(), host, tmp_path)
+    plan = plan_of(imported.module, host, sqlite_store, claim)
+    assert (dict(kinds(plan)), plan.concatenations) == (expected, concatenations)
+    assert plan.layout_transforms == expected.get("plain", 0)
+    assert 0 < plan.planned_bytes < plan.unplanned_bytes
+
+
+def test_kernels_of_a_text_classifier(host: Host, sqlite_store: TuningStore, claim: Claim, tmp_path: Path) -> None:
+    """PaddleOCR's direction classifier needs no more kernels than ONNX Runtime has nodes, one layout transform, and
+    less than half of its intermediates' memory."""
+    path = next(
+        Path(folder) / "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx"
+        for folder in site.getsitepackages()
+    )
+    inputs: Sequence[TensorSpec] = [TensorSpec("x", "float32", (1, 3, 48, 192))]
+    imported = import_onnx(path, inputs, tmp_path)
+    (tmp_path / "bound.onnx").write_bytes(imported.bound.SerializeToString())
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(tmp_path / "bound.onnx", options, providers=["CPUExecutionProvider"])
+    plan = plan_of(imported.module, host, sqlite_store, claim)
+    assert plan.kernels.total() <= len(onnx.load(tmp_path / "optimised.onnx").graph.node)
+    assert plan.layout_transforms <= 1
+    assert plan.planned_bytes <= plan.unplanned_bytes / 2
+
+
+def test_the_plan_of_a_compiled_library(host: Host, tmp_path: Path) -> None:
+    """Compiling tells what the library calls."""
+    _, imported = lower(attention(), host, tmp_path)
+    with host.target, pipeline.pass_context():
+        module = pipeline.lower_operators()(pipeline.simplify()(imported.module))
+    plan = library.compile_library(module, host.target, tmp_path / "it.so")
+    assert plan.kernels.total() >= 6
+    assert plan.planned_bytes < plan.unplanned_bytes
