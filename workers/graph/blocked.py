@@ -321,8 +321,10 @@ class BlockedGraph:
             return None
         if len(node.shape) < 3 or not shapes[0][:-2] == shapes[1][:-2] == node.shape[:-2]:
             return None
-        if node.shape[-1] % self.block or not _is_float(left) or not _is_float(right):
+        if not _is_float(left) or not _is_float(right):
             return None
+        if -(-node.shape[-1] // self.block) * self.block > 2 * node.shape[-1]:
+            return None  # most of what is computed would be thrown away
         return _Product(
             math.prod(node.shape[:-2]), node.shape[-2], shapes[0][-1], node.shape[-1],
             *self._view(left, shapes[0]), *self._view(right, shapes[1]),

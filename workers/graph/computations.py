@@ -762,6 +762,15 @@ class View:
             return (b, r, c)
         return (b // self.heads * rows + r, b % self.heads * columns + c)
 
+    def place(self, rows: int, columns: int, index: Sequence[Any], block: int) -> tuple[Any, ...]:
+        """The reverse of `index` for what is not transposed: matrix, block of columns, row and column within it."""
+        if not self.heads:
+            b, r, c = index
+        else:
+            (row, column) = index
+            b, r, c = row // rows * self.heads + column // columns, row % rows, column % columns
+        return (b, c // block, r, c % block)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchMatmul:
@@ -770,7 +779,7 @@ class BatchMatmul:
     batch: int
     rows: int
     length: int
-    columns: int  #: a multiple of `block`
+    columns: int
     block: int
     left: View = field(default_factory=View)
     right: View = field(default_factory=View)
@@ -792,14 +801,16 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
         product.batch, product.rows, product.length, product.columns, product.block,
     )  # fmt: skip
     unit = next(unit for unit in (16, 8, 4, 2, 1) if length % unit == 0)
-    blocks = columns // block
+    blocks, whole = -(-columns // block), columns % block == 0
     left = te.placeholder(product.left.shape(batch, rows, length), name="data")
     right = te.placeholder(product.right.shape(batch, length, columns), name="right")
-    pack = te.compute(
-        (batch, blocks, length, block),
-        lambda b, o, k, v: right[product.right.index(length, columns, b, k, o * block + v)],
-        name="pack",
-    )
+
+    def packed(b: Any, o: Any, k: Any, v: Any) -> Any:
+        # Behind the last column its numbers stand again: what they make is not copied out.
+        column = o * block + v if whole else tirx.min(o * block + v, columns - 1)
+        return right[product.right.index(length, columns, b, k, column)]
+
+    pack = te.compute((batch, blocks, length, block), packed, name="pack")
     ic, ii = te.reduce_axis((0, length // unit), "ic"), te.reduce_axis((0, unit), "ii")
 
     def term(b: Any, o: Any, p: Any, v: Any) -> Any:
@@ -815,7 +826,13 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": batch, "o": blocks, "h": 1, "w": rows, "v": block, "ic": length // unit, "kh": 1, "kw": 1, "ii": unit,
         "stride": 1, "staged": 0, "in_bytes": 4 * batch * rows * length, "others": 0, "indirect": 0, "packed": 1,
+        "tail": int(not whole),
     }  # fmt: skip
+    if not whole:
+        cut = te.compute(
+            product.result_shape, lambda *index: result[product.result.place(rows, columns, index, block)], name="cut"
+        )
+        return _function([left, right, cut], "conv", geometry)
     function = _function([left, right, result], "conv", geometry)
     schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
     schedule.transform_layout(

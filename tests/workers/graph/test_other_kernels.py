@@ -181,10 +181,10 @@ def test_dense_layers(
     check(taken, host, cpu=cpu, count=2, seed=seed)
 
 
-@examples(16)
+@examples(20)
 @given(
-    batch=st.sampled_from((1, 2)), rows=st.sampled_from((1, 3, 8, 16)), heads=st.sampled_from((1, 1, 2, 3)),
-    size=st.sampled_from((16, 32, 5)), projected=st.booleans(), cpu=CPU, seed=SEEDS,
+    batch=st.sampled_from((1, 2)), rows=st.sampled_from((1, 3, 8, 16, 19)), heads=st.sampled_from((1, 1, 2, 3)),
+    size=st.sampled_from((16, 32, 5, 12, 20)), projected=st.booleans(), cpu=CPU, seed=SEEDS,
 )  # fmt: skip
 def test_attention(
     batch: int, rows: int, heads: int, size: int, projected: bool, cpu: Cpu, seed: int, host: Host, folder: Path
@@ -203,5 +203,5 @@ def test_attention(
     y = net("Reshape", net("Transpose", mixed, perm=[0, 2, 1, 3]), together)
     taken = take(net.model(net("MatMul", y, net.weights(width, 7))), host, folder)
     products = [c for c in taken.computations().values() if isinstance(c, BatchMatmul)]
-    assert len(products) == (size % 16 == 0) + (rows % 16 == 0)
+    assert len(products) == (size > 5) + (rows > 3)  # of the others most of a vector would be thrown away
     check(taken, host, cpu=cpu, count=2, seed=seed)
