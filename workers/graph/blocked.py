@@ -668,31 +668,50 @@ class _Emission:
         return expression if before == after else self._builder.emit(relax.op.reshape(expression, after))
 
     def _transposed(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
-        """A window as large as its strides: each pixel becomes rows × columns pixels, as channels first."""
+        """By a convolution of stride 1 whose channels hold strides[0] × strides[1] pixels for each of the data's, and
+        by spreading these; one of stride 1 needs no spreading.
+
+        Row s·q + r of the whole result is the sum over t of weight[s·t + r] · data[q - t].
+        """
         block = self._graph.block
         _, data, _ = self._prologue(node)
-        weight = _array(node.arguments[1]).astype("float64")
-        rows, columns = weight.shape[2:]
+        phases = _pair(node.attributes.strides)
+        window, start = _window_of_transposed(node)
         scale, shift, steps, operands = _fold_affine(group, shape[1])
-        weight = (weight * scale.reshape(1, -1, 1, 1)).astype("float32")
-        spread = weight.transpose(1, 2, 3, 0).reshape(-1, weight.shape[0])[:, :, None, None]
-        slots = Slots.in_order(spread.shape[0], block)
-        virtual = (shape[0], spread.shape[0], *data.size)
-        repeated = [np.repeat(_channel_vector(o, shape[1]), rows * columns) for o in operands]
+        weight = _array(node.arguments[1]).astype("float64").transpose(1, 0, 2, 3)
+        weight = _by_phases(weight * scale.reshape(-1, 1, 1, 1), phases).astype("float32")
+        out = Slots.in_order(shape[1], block)
+        count = math.prod(phases)
+        # Channels that fill up their blocks are kept together: vectors are then spread whole.
+        apart = out.blocks * block <= 1.5 * shape[1]
+        if apart:
+            weight = weight.transpose(1, 0, 2, 3, 4)
+            slots = Slots.joined([out] * count)
+        else:
+            slots = Slots.in_order(count * shape[1], block)
+        weight = weight.reshape(-1, *weight.shape[2:])
+
+        def repeated(operand: Any) -> Array:
+            vector = _channel_vector(operand, shape[1])
+            return np.tile(vector, count) if apart else np.repeat(vector, count)
+
+        virtual = (shape[0], count * shape[1], *window.extent(*data.size))
         fused, others = self._fuse(
-            group, slots, virtual, None if shift is None else np.repeat(shift, rows * columns), steps, repeated
+            group, slots, virtual, None if shift is None else repeated(shift), steps, [repeated(o) for o in operands]
         )
         conv = Convolution(
-            shape[0], data.slots.blocks, *data.size, slots.blocks, block, data.slots.used, Window(), 1, 0, 0,
+            shape[0], data.slots.blocks, *data.size, slots.blocks, block, data.slots.used, window, 1, 0, 0,
             Fused(), fused,
         )  # fmt: skip
-        arranged = data.slots.fill(slots.fill(spread), axis=1)
+        arranged = data.slots.fill(slots.fill(weight), axis=1)
         variable = self._call(conv, [data.variable], weight=arranged, others=others)
-        out = Slots.in_order(shape[1], block)
-        move = Copy(
-            "spread", shape[0], shape[1], *data.size, block, (slots.blocks,), out.blocks, False, (rows, columns)
-        )  # fmt: skip
-        return _Blocked(self._call(move, [variable]), out, shape)
+        if count > 1:
+            move = Copy(
+                "spread", shape[0], shape[1], *virtual[2:], block, (slots.blocks,), out.blocks, False, phases, apart,
+                start, (shape[2], shape[3]),
+            )  # fmt: skip
+            variable = self._call(move, [variable])
+        return _Blocked(variable, out, shape)
 
     # What is fused
 
@@ -917,10 +936,37 @@ def _takes_transposed(graph: BlockedGraph, node: _Node) -> bool:
         and (str(a.data_layout), str(a.kernel_layout)) == ("NCHW", "IOHW")
         and int(a.groups) == 1
         and _pair(a.dilation) == (1, 1)
-        and not any(_four(a.padding))
-        and not any(_pair(a.output_padding))
-        and _pair(a.strides) == _array(node.arguments[1]).shape[2:]
+        and min(_window_of_transposed(node)[0].padding) >= 0
     )
+
+
+def _window_of_transposed(node: _Node) -> tuple[Window, tuple[int, int]]:
+    """The window of the convolution of stride 1 that a transposed one is made of, and how many of the pixels that it
+    is spread to are left out at the beginning of rows and columns. Negative padding: it cannot be made so."""
+    a = node.attributes
+    kernel: list[int] = []
+    before: list[int] = []
+    behind: list[int] = []
+    start: list[int] = []
+    for size, result, taps, stride, cut in zip(
+        _hw(_shape(node.arguments[0])), _hw(node.shape), _array(node.arguments[1]).shape[2:], _pair(a.strides),
+        _four(a.padding)[:2], strict=True,
+    ):  # fmt: skip
+        kernel.append(-(-taps // stride))
+        start.append(cut % stride)
+        before.append(kernel[-1] - 1 - cut // stride)
+        behind.append(-(-(result + start[-1]) // stride) - size - before[-1] + kernel[-1] - 1)
+    return Window((kernel[0], kernel[1]), padding=(before[0], before[1], behind[0], behind[1])), (start[0], start[1])
+
+
+def _by_phases(weight: Array, phases: tuple[int, int]) -> Array:
+    """[o, i, kh, kw] of a transposed convolution → [o, phases, i, th, tw] of the convolution that makes all phases."""
+    outputs, inputs, *taps = weight.shape
+    padded = [(0, -size % step) for size, step in zip(taps, phases, strict=True)]
+    weight = np.pad(weight, [(0, 0), (0, 0), *padded])
+    (rows, columns), (height, width) = phases, (weight.shape[2] // phases[0], weight.shape[3] // phases[1])
+    weight = weight.reshape(outputs, inputs, height, rows, width, columns)[:, :, ::-1, :, ::-1]
+    return weight.transpose(0, 3, 5, 1, 2, 4).reshape(outputs, rows * columns, inputs, height, width)
 
 
 def _takes_pool(graph: BlockedGraph, node: _Node) -> bool:

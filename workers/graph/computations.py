@@ -644,8 +644,10 @@ class Copy:
     """Data moved between layouts. `kind` says how:
 
     "block" plain NCHW → blocked, "plain" blocked → plain NCHW, "remap" blocked → blocked with other slots,
-    "spread" depth to space: channel slots (c × rows + row) × columns + column → pixels. Where `table`, slots are
-    looked up, else slot and channel are equal. "concat" puts the blocks of several tensors behind each other.
+    "spread" depth to space: channel slots (c × rows + row) × columns + column → pixels, of which `size` are kept from
+    `start` on; where `apart`, whole blocks of channels lie behind each other for each row and column, and vectors are
+    copied whole. Where `table`, slots are looked up, else slot and channel are equal. "concat" puts the blocks of
+    several tensors behind each other.
     """
 
     kind: str
@@ -658,13 +660,16 @@ class Copy:
     out_blocks: int
     table: bool = False
     upsample: tuple[int, int] = (1, 1)
+    apart: bool = False
+    start: tuple[int, int] = (0, 0)
+    size: tuple[int, int] | None = None  #: height and width of the result of "spread"; None for all that there is
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         if self.kind == "plain":
             return (self.batch, self.channels, self.height, self.width)
-        rows, columns = self.upsample
-        return (self.batch, self.out_blocks, self.height * rows, self.width * columns, self.block)
+        height, width = self.size or (self.height * self.upsample[0], self.width * self.upsample[1])
+        return (self.batch, self.out_blocks, height, width, self.block)
 
     @property
     def data_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -710,6 +715,10 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         slot = o * block + v
         if move.kind == "spread":
             rows, columns = move.upsample
+            h, w = h + move.start[0], w + move.start[1]
+            if move.apart:
+                phase = h % rows * columns + w % columns
+                return source[n, phase * move.out_blocks + o, h // rows, w // columns, v]
             slot = (slot * rows + h % rows) * columns + w % columns
             slot = tirx.min(slot, move.in_blocks[0] * block - 1)
             return source[n, slot // block, h // rows, w // columns, slot % block]

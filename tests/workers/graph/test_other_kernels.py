@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.workers.conftest import Host
@@ -73,18 +73,29 @@ def test_pooling(
 @given(
     channels=st.sampled_from((1, 3, 8, 16, 17, 34)), out=st.sampled_from((1, 2, 5, 16, 17, 24)),
     height=st.sampled_from((1, 3, 7, 8)), width=st.sampled_from((1, 4, 5, 11)),
-    kernel=st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((2, 3, 4))), batch=st.sampled_from((1, 2)),
+    kernel=st.tuples(st.sampled_from((1, 2, 3, 5)), st.sampled_from((2, 3, 4))),
+    strides=st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 2, 3))) | st.none(),
+    pads=st.tuples(*[st.sampled_from((0, 1))] * 4), more=st.tuples(*[st.sampled_from((0, 1))] * 2),
+    batch=st.sampled_from((1, 2)),
     activation=st.sampled_from(("Relu", "Sigmoid", "LeakyRelu")), bias=st.booleans(), cpu=CPU, seed=SEEDS,
 )  # fmt: skip
 def test_transposed_convolutions(
-    channels: int, out: int, height: int, width: int, kernel: tuple[int, int], batch: int, activation: str, bias: bool,
-    cpu: Cpu, seed: int, host: Host, folder: Path,
+    channels: int, out: int, height: int, width: int, kernel: tuple[int, int], strides: tuple[int, int] | None,
+    pads: tuple[int, int, int, int], more: tuple[int, int], batch: int, activation: str, bias: bool, cpu: Cpu,
+    seed: int, host: Host, folder: Path,
 ) -> None:  # fmt: skip
-    """Windows as large as their strides, bias and activation of each channel behind them."""
+    """Windows as large as their strides and others, pixels cut off and added at the edges; bias and activation."""
+    strides = strides or kernel
+    more = (min(more[0], strides[0] - 1), min(more[1], strides[1] - 1))
+    for axis, (size, taps) in enumerate(zip((height, width), kernel, strict=True)):
+        assume((size - 1) * strides[axis] + taps + more[axis] - pads[axis] - pads[axis + 2] > 0)
     net = Net(seed)
     x = net.input(batch, channels, height, width)
     y = net("ConvTranspose", x, net.weights(channels, out, *kernel), *([net.random(out)] if bias else []),
-            strides=kernel)  # fmt: skip
+            strides=strides, pads=pads, output_padding=more)  # fmt: skip
+    # What only pads rows that are cut off again is left to TVM.
+    usual = all(pads[axis] // strides[axis] <= (kernel[axis] - 1) // strides[axis] for axis in (0, 1))
+    assume(usual)
     check(take(net.model(net(activation, y)), host, folder), host, cpu=cpu, count=2, seed=seed)
 
 

@@ -54,9 +54,11 @@ COMPUTATIONS: dict[str, Computation] = {
     "remap": Copy("remap", 1, 21, 6, 5, 16, (3,), 2, True),
     "concat": Copy("concat", 1, 40, 6, 5, 16, (2, 1), 3),
     "spread": Copy("spread", 1, 5, 6, 5, 16, (2,), 1, False, (2, 3)),
+    "spread of parts": Copy("spread", 1, 21, 6, 5, 16, (8,), 2, False, (2, 2), True, (1, 0), (11, 9)),
     "dense": Dense(7, 96, 48, 16, Fused(RELU.program, ((1, 3, 1, 1, 16),))),
     "dense with a tail": Dense(5, 30, 21, 16),
     "matmul": BatchMatmul(4, 9, 24, 32, 16, View(2), View(2, True), View(2)),
+    "matmul with a tail": BatchMatmul(4, 9, 24, 21, 16, View(2), View(2, True), View(2)),
 }  # fmt: skip
 
 FUNCTIONS: list[tuple[str, str]] = [
