@@ -105,10 +105,11 @@ def test_the_manifest_says_what_was_chosen(done: Done) -> None:
     """How many operators and kernels the graph has, how many of them have a measured schedule, and which variants are
     in use, where the tuned library was the faster one."""
     graph, records = done.manifest["graph"], done.manifest["records"]
-    assert graph["kernels"] >= graph["operators"] >= 6
+    assert graph["operators"] >= 6
     assert 0 < records["tuned_tasks"] <= graph["operators"]
     assert set(records["variants"]) <= VARIANTS
     if done.manifest["variant"] == "tuned":
+        assert graph["kernels"] >= graph["operators"]
         assert records["applied"] == records["tuned_tasks"]
         assert sum(records["variants"].values()) == graph["operators"]
     else:
