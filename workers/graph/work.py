@@ -42,7 +42,7 @@ def work_of(module: tvm.ir.IRModule) -> Work:
 
 
 def constants_of(function: tvm.tirx.PrimFunc) -> tuple[int, ...]:
-    """The positions of the parameters that are constants of the model, and are read by this function alone."""
+    """The positions of the parameters that are constants of the model: what a call reads cold within an inference."""
     marked = function.attrs.get(_CONSTANTS_ATTR, ()) if function.attrs else ()
     named = [index for index, parameter in enumerate(function.params) if parameter.name == _WEIGHT]
     return tuple(sorted({*map(int, marked), *named}))
