@@ -133,7 +133,7 @@ def submit(
     inputs: InputOption = None,
     device: DeviceOption = None,
     trials: Annotated[
-        int | None, typer.Option(help="Measure at most so many candidates; 0: none, go by records and cost model.")
+        int | None, typer.Option(help="Measure at most so many candidates; 0: none, as with the tuner `none`.")
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Search at most so long.")] = None,
     tuner: Annotated[
@@ -367,8 +367,7 @@ def _outcome(handle: JobHandle) -> str:
     search = handle.job["spec"]["search"]
     wanted = search["trials"]
     if not wanted:
-        model = "" if search["tuner"] == "none" else " and the stored cost model"
-        return f"succeeded: built from stored records{model}, nothing measured"
+        return "succeeded: built from stored records, cost models and first guesses, nothing measured"
     said = f"succeeded: {handle.job['trials_measured']} of {wanted} trials"
     with contextlib.suppress(TuneryClientError):
         manifest = handle.manifest()

@@ -107,7 +107,7 @@ class Child:
 def settings_complaint() -> str | None:
     """What is wrong with the service's environment variables, asked in a process of its own: this one stays light."""
     done = subprocess.run([sys.executable, "-m", "service.settings"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["the settings are wrong"])[-1]
+    return None if done.returncode == 0 else _last_line(done.stderr, "the settings are wrong")
 
 
 class Supervisor:
@@ -150,8 +150,8 @@ class Supervisor:
             env=self._env,
         )
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise StartFailed(f"the database could not be upgraded: {last}")
+            said = _last_line(done.stderr, "no reason was given")
+            raise StartFailed(f"the database could not be upgraded: {said}")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -188,7 +188,9 @@ class Supervisor:
                     continue
                 report(f"the {child.name} ended with code {code}; see {child.log_path}")
                 if deadline_s is not None and child.deaths >= 3:
-                    raise StartFailed(f"the {child.name} does not stay up: {_last_line(child.log_path)}")
+                    log = child.log_path
+                    said = _last_line(log.read_text(errors="replace"), f"{log} is empty")
+                    raise StartFailed(f"the {child.name} does not stay up: {said}")
             if until():
                 return True
             if deadline_s is not None and time.monotonic() > deadline_s:
@@ -229,6 +231,6 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else f"{path} is empty"
+def _last_line(said: str, otherwise: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else otherwise

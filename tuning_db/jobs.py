@@ -16,7 +16,7 @@ TUNERS: Final = {
     "auto": "sketches and templates in one search, trials where they pay",
     "autotvm": "our schedule templates only",
     "ansor": "sketches generated from the computation only",
-    "none": "stored records only, nothing searched",
+    "none": "nothing measured: stored records decide, then stored cost models, then first guesses",
 }
 MAX_TRIALS: Final = 100_000
 MAX_SECONDS: Final = 7 * 24 * 3600
@@ -58,8 +58,9 @@ class SearchConfig:
     Either limit ends the search, and the best that was found is published. Trials count measurements of this job,
     failed ones too, over all its attempts; seconds count the search alone, without import and final check.
 
-    No trials means that nothing is measured: each operator is compiled with what the stored records, or else the
-    stored cost model alone, think best. Seconds then have no meaning, and are 0.
+    No trials means that nothing is measured: each operator is compiled with its best stored record, or else
+    with what the stored cost model thinks best, or else with its template's first guess. Seconds then have no
+    meaning, and are 0.
     """
 
     tuner: str = "auto"

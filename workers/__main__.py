@@ -17,6 +17,7 @@ from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
 from workers import toolchain
 from workers.celery_app import create_app
+from workers.said import last_line
 from workers.settings import Settings
 from workers.supervisor import Supervisor, remove_abandoned_scratch
 from workers.tasks import register
@@ -76,8 +77,7 @@ def _probe() -> tuple[DeviceIdentity, str, Toolchain]:
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ProbeFailed(f"the device cannot be used: {lines[-1] if lines else f'status {done.returncode}'}")
+        raise ProbeFailed(f"the device cannot be used: {last_line(done.stderr, f'status {done.returncode}')}")
     data: dict[str, Any] = json.loads(done.stdout)
     return DeviceIdentity.from_json(data["identity"]), data["target"], Toolchain.from_json(data["toolchain"])
 

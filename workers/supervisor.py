@@ -25,6 +25,7 @@ from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.layout import log_dir
 from tuning_db.store import TuningStore
 from workers.processes import ATTEMPT_VARIABLE, RETRY, attempt_mark, find_marks, kill_marked
+from workers.said import last_line
 from workers.settings import Settings
 
 _log = structlog.get_logger()
@@ -135,12 +136,12 @@ class Supervisor:
             hint = ", which is what the kernel sends when memory runs out" if name == "SIGKILL" else ""
             return self._lost(claim, f"died of {name}{hint}")
         if status == RETRY:
-            return self._lost(claim, f"could not go on: {_last_line(log_path)}")
+            return self._lost(claim, f"could not go on: {_said_last(log_path)}")
         self.store.fail(
             claim,
             JobError(
                 "internal-error",
-                f"the tuning process left with status {status}: {_last_line(log_path)}; its log is {log_path.name} "
+                f"the tuning process left with status {status}: {_said_last(log_path)}; its log is {log_path.name} "
                 "in the worker's log folder",
             ),
         )
@@ -184,6 +185,5 @@ def _measuring_environment() -> dict[str, str]:
     return {"TVM_BIND_THREADS": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _last_line(path: Path) -> str:
-    lines = [line.strip() for line in path.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+def _said_last(log: Path) -> str:
+    return last_line(log.read_text(errors="replace")[-4000:], "it said nothing")

@@ -42,6 +42,7 @@ from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
 from workers.processes import RETRY, bound_memory, die_with_parent
+from workers.said import last_line
 from workers.search.forkserver import ForkServer, ServerDied
 from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
@@ -151,7 +152,7 @@ class Attempt:
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         verdict = self._compare(reference, libraries, cpu.threads)
         outcome = self._settle(verdict, libraries, outcome)
-        label = self._pick(verdict)
+        label = self._pick(verdict, outcome)
         latency = {
             name: {"median_s": statistics.median(samples), "samples_s": samples}
             for name, samples in verdict["samples_s"].items()
@@ -174,7 +175,7 @@ class Attempt:
                 **_reported(plans[libraries[label]]),
             },
             "records": {
-                "tuned_tasks": len(operators),
+                "tuned_tasks": outcome.measured,
                 "applied": outcome.measured if label == "tuned" else 0,
                 "variants": to_json(outcome.variants()) if label == "tuned" else {},
             },
@@ -192,6 +193,7 @@ class Attempt:
 
     def _search(self, server: ForkServer, cpu: Cpu, operators: Sequence[Operator], records: Records) -> SearchOutcome:
         """Search, or go by what is known already, and say how each operator is to be compiled."""
+        from workers.devices.roof import caches
         from workers.search.candidates import Measurement
         from workers.search.lanes import LocalBuilder, LocalRunner
         from workers.search.scheduler import Scheduler
@@ -211,6 +213,7 @@ class Attempt:
                 records=records,
                 report=self.report,
                 roof=self._roof() if search.trials else None,
+                last_cache_bytes=caches(self.key.device.cache_bytes)[2],
                 operators_at_once=cpu.threads,
             )
             result = scheduler.run(operators, search, trials_before=before, elapsed_before_s=searched_s)
@@ -303,9 +306,8 @@ class Attempt:
         except subprocess.TimeoutExpired:
             raise LoadFailed(f"the library was still being compared after {_CHECK_TIMEOUT_S:g} s") from None
         if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
             how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-            raise LoadFailed(f"loading and comparing the library ended with {how}: {lines[-1][:300] if lines else ''}")
+            raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
         verdict: dict[str, Any] = json.loads(done.stdout)
         if "refused" in verdict:
             raise CheckFailed(
@@ -314,12 +316,12 @@ class Attempt:
             )
         return verdict
 
-    def _pick(self, verdict: Mapping[str, Any]) -> str:
+    def _pick(self, verdict: Mapping[str, Any], outcome: SearchOutcome) -> str:
         """The faster of the libraries that agree with the reference. CheckFailed if the tuned one does not agree."""
         label = "tuned" if "tuned" in verdict["checks"] else "untuned"
         check = verdict["checks"][label]
         if not check["ok"]:
-            raise CheckFailed(f"the {label} library does not agree with ONNX Runtime: {check['problem']}")
+            raise CheckFailed(disagreement(label, check["problem"], outcome.variants()))
         if check["outputs_without_finite_values"]:
             names = ", ".join(map(repr, check["outputs_without_finite_values"]))
             self.report("warning", {"message": f"no finite value of {names} was compared: there was none"})
@@ -339,6 +341,19 @@ def _reported(plan: MemoryPlan) -> dict[str, Json]:
         "concatenations_by_placing": plan.concatenations,
         "intermediates_bytes": {"planned": plan.planned_bytes, "unplanned": plan.unplanned_bytes},
     }
+
+
+def disagreement(label: str, problem: str, variants: Mapping[str, int]) -> str:
+    """What is wrong with a library whose operators are computed by so many of each of the `variants`, and what to do
+    where one of them may be why."""
+    message = f"the {label} library does not agree with ONNX Runtime: {problem}"
+    rounding = sum(count for name, count in variants.items() if name.startswith("winograd"))
+    if not rounding:
+        return message
+    return (
+        f"{message}; {rounding} of its {sum(variants.values())} operators are computed by Winograd's algorithm, which "
+        "rounds more: ask for a library without it (`--no-winograd`, or options.winograd: false)"
+    )
 
 
 def _as_dict(value: Json) -> dict[str, Json]:

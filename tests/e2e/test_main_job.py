@@ -17,6 +17,20 @@ from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
 REPOSITORY = Path(__file__).parents[2]
 
 
+def test_no_trials_on_an_empty_store(service: Service, client: Tunery, small_model: Path) -> None:
+    """`"tuner": "none"` measures nothing: where nothing is known, the templates' first guesses make a library that
+    agrees with ONNX Runtime."""
+    stored = service.stored_trials()
+    job = client.submit(small_model, inputs={"image": [3, 8, 28, 28]}, search={"tuner": "none"})
+    job.wait(240)
+    assert job.job["trials_measured"] == 0
+    assert service.stored_trials() == stored
+    manifest = client.manifest(job.key)
+    assert manifest["check"]["ok"]
+    assert manifest["search"]["ended_by"] == "none"
+    assert manifest["records"]["tuned_tasks"] == 0
+
+
 def test_a_model_comes_back_as_a_library_that_agrees_and_is_then_a_hit(
     service: Service, client: Tunery, small_model: Path, tmp_path: Path
 ) -> None:
@@ -66,16 +80,6 @@ def test_more_trials_continue_from_the_records(service: Service, client: Tunery,
     # Every trial of the second job is a new row: nothing that was known was measured again.
     assert service.stored_trials() == stored + second.job["trials_measured"]
     assert client.manifest(first.key)["latency_s"] <= before["latency_s"]
-
-
-def test_tuner_none_compiles_with_stored_records_only(service: Service, client: Tunery, small_model: Path) -> None:
-    """`"tuner": "none"` measures nothing, and a batch that nobody tuned still gets a checked library."""
-    stored = service.stored_trials()
-    job = client.submit(small_model, inputs={"image": [3, 8, 28, 28]}, search={"tuner": "none"})
-    job.wait(240)
-    assert job.job["trials_measured"] == 0
-    assert service.stored_trials() == stored
-    assert client.manifest(job.key)["check"]["ok"]
 
 
 def test_an_operator_that_tvm_lacks_is_refused_by_name_at_once(client: Tunery, tmp_path: Path) -> None:

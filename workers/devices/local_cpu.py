@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -139,16 +139,19 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
     return canonical_json(base).decode()
 
 
+def vector_registers(arch: str, features: Collection[str]) -> tuple[int, int]:
+    """Float32 numbers in a vector register, and how many of these there are."""
+    if arch != "x86_64":
+        # SVE's vectors have no length that is known here; code for NEON runs on every aarch64.
+        return 4, 32
+    if "avx512f" in features:
+        return 16, 32
+    return (8 if "avx" in features else 4), 16
+
+
 def cpu_of(identity: DeviceIdentity) -> Cpu:
     """What schedule templates must know of this CPU."""
-    features = set(identity.features)
-    if "avx512f" in features:
-        lanes, registers = 16, 32
-    elif identity.arch == "x86_64":
-        lanes, registers = (8 if "avx" in features else 4), 16
-    else:
-        # SVE's vectors have no length that is known here; code for NEON runs on every aarch64.
-        lanes, registers = 4, 32
+    lanes, registers = vector_registers(identity.arch, identity.features)
     # Where the kernel does not tell, what the smallest core of the last ten years has.
     l1_bytes, l2_bytes = identity.cache_bytes[:2] if len(identity.cache_bytes) >= 2 else (32 << 10, 256 << 10)
     return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores)

@@ -18,7 +18,9 @@ from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any, Final
 
+from workers.devices.local_cpu import vector_registers
 from workers.processes import die_with_parent
+from workers.said import last_line
 
 #: A figure is the best of the samples that fit into this time; four are taken.
 _SECONDS_EACH: Final = 0.3
@@ -74,9 +76,8 @@ def measure(target: str, cache_bytes: Sequence[int], threads: int, *, deadline_s
     except subprocess.TimeoutExpired:
         raise RoofNotMeasured(f"the roof was not measured within {deadline_s:.0f} s") from None
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
         raise RoofNotMeasured(
-            f"the process that measures the roof ended with status {done.returncode}: {lines[-1] if lines else ''}"
+            f"the process that measures the roof ended with status {done.returncode}: {last_line(done.stderr)}"
         )
     return RoofMeasurement(**json.loads(done.stdout))
 
@@ -97,11 +98,7 @@ class Registers:
 
         # llvm_get_vector_width says 512 bits of every x86-64.
         features = {str(name) for name in codegen.llvm_get_cpu_features(target)}
-        if "x86_64" not in str(target.attrs["mtriple"]):
-            return cls(4, 32)
-        if "avx512f" in features:
-            return cls(16, 32)
-        return cls(8 if "avx" in features else 4, 16)
+        return cls(*vector_registers(str(target.attrs["mtriple"]).partition("-")[0], features))
 
     @property
     def accumulators(self) -> int:
@@ -193,7 +190,7 @@ def run(spec: _Spec) -> RoofMeasurement:
 
     target = tvm.target.Target(json.loads(spec.target))
     registers = Registers.of(target)
-    level1, level2, last = _caches(spec.cache_bytes)
+    level1, level2, last = caches(spec.cache_bytes)
     flops = {threads: _flops_per_s(registers, threads, target) for threads in (1, spec.threads)}
 
     vector_bytes = 4 * registers.lanes
@@ -230,8 +227,8 @@ def _flops_per_s(registers: Registers, threads: int, target: Any) -> float:
     return threads * registers.accumulators * registers.lanes * 8 * 2 / step_s
 
 
-def _caches(cache_bytes: Sequence[int]) -> tuple[int, int, int]:
-    """L1, L2 and the last level, the usual sizes where the machine hides its own."""
+def caches(cache_bytes: Sequence[int]) -> tuple[int, int, int]:
+    """L1, L2 and the last level in bytes, the usual sizes where the machine hides its own."""
     level1, level2, last = (*cache_bytes, *_USUAL_CACHES[len(cache_bytes) :])[:3]
     return level1, level2, max(level2, last)
 

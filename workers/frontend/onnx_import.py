@@ -18,6 +18,7 @@ from tuning_db.errors import ImportFailed
 from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model
 from workers.frontend.operators import SUPPORTED
+from workers.said import last_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
             warnings.filterwarnings("ignore", message="Renaming name")
             module = from_onnx(normalised, keep_params_in_input=False)
     except Exception as error:  # the importer raises whatever its converters run into
-        raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {_last_line(error)}") from error
+        raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
     return Imported(module, bound, static_outputs(normalised), len(model.graph.node), len(normalised.graph.node))
 
 
@@ -77,7 +78,7 @@ def fold(model: ModelProto, scratch: Path) -> ModelProto:
     try:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ImportFailed(f"ONNX Runtime refuses the model: {_last_line(error)}") from error
+        raise ImportFailed(f"ONNX Runtime refuses the model: {last_line(error)}") from error
     return onnx.load(scratch / "folded.onnx")
 
 
@@ -110,8 +111,3 @@ def static_outputs(model: ModelProto) -> tuple[TensorSpec, ...]:
             raise ImportFailed(f"output {port.name!r} has the shape {list(port.shape)}, which depends on the data")
         specs.append(TensorSpec(port.name, port.dtype, tuple(int(size) for size in port.shape if size is not None)))
     return tuple(specs)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]

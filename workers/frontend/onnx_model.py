@@ -30,6 +30,7 @@ from tuning_db.catalog import PortSpec
 from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
+from workers.said import first_line
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
 _DTYPES: Final[Mapping[int, str]] = {
@@ -79,7 +80,7 @@ def load(path: Path) -> ModelProto:
     try:
         onnx.checker.check_model(data)
     except (onnx.checker.ValidationError, ValueError) as error:
-        raise InvalidModel(f"the file is not a valid ONNX model: {_first_line(error)}") from None
+        raise InvalidModel(f"the file is not a valid ONNX model: {first_line(error)}") from None
     return model
 
 
@@ -207,16 +208,10 @@ def bind(model: ModelProto, inputs: Sequence[TensorSpec]) -> None:
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         raise ShapeMismatch(
-            f"the model does not accept {', '.join(map(str, inputs))}: {_first_line(error)}",
+            f"the model does not accept {', '.join(map(str, inputs))}: {first_line(error)}",
             field=f"inputs.{inputs[0].name}.shape" if len(inputs) == 1 else "inputs",
         ) from None
     model.CopyFrom(inferred)
-
-
-def _first_line(error: Exception) -> str:
-    """One line of a library's message, shortened: it may quote the upload at any length."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _port(value: ValueInfoProto, what: str) -> PortSpec:

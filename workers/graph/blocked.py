@@ -449,7 +449,7 @@ class _Emission:
         if variable not in self._as_plain:
             slots, (h, w) = value.slots, value.size
             move = Copy(
-                "plain", value.shape[0], slots.count, h, w, slots.block, (slots.blocks,), 0, not _is_prefix(slots)
+                "plain", value.shape[0], slots.count, h, w, slots.block, (slots.blocks,), 0, not slots.is_in_order
             )
             table = np.array(slots.slot_of, "int32") if move.table else None
             plain = self._call(move, [value.variable], table=table)
@@ -502,7 +502,7 @@ class _Emission:
             table = np.array([where[c] if c != NONE else NONE for c in slots.channels], "int32")
             variable = self._call(move, [value.variable], table=table)
         else:
-            move = Copy("block", shape[0], shape[1], h, w, slots.block, (), slots.blocks, not _is_prefix(slots))
+            move = Copy("block", shape[0], shape[1], h, w, slots.block, (), slots.blocks, not slots.is_in_order)
             if len(shape) != 4:
                 value = self._builder.emit(relax.op.reshape(value, (*shape, 1, 1)))
             variable = self._call(move, [value], table=np.array(slots.channels, "int32") if move.table else None)
@@ -1048,10 +1048,6 @@ def _drops_pixels(data: Any, node: _Node) -> bool:
     """[n, c, 1, 1] → [n, c]."""
     before = _shape(data)
     return len(before) == 4 and before[2:] == (1, 1) and node.shape == before[:2]
-
-
-def _is_prefix(slots: Slots) -> bool:
-    return slots.is_in_order
 
 
 # Constants folded into each other

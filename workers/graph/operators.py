@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import tvm
@@ -16,6 +16,7 @@ from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
+from workers.graph.work import Work, work_of
 from workers.packaging.library import apply_schedules
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import commit_record, schedule_of
@@ -65,7 +66,7 @@ class Model:
         module, computations = self._write(unscheduled)
         self._computations = computations
         self._functions = {}
-        found: list[tuple[str, int, list[tuple[str, tvm.ir.IRModule, bool]], float]] = []
+        found: list[tuple[str, int, list[tuple[str, tvm.ir.IRModule, bool]], Work]] = []
         for task in tasks.extract(module):
             kernel = _kernel_name(task.module["main"])
             if kernel is not None:
@@ -79,20 +80,25 @@ class Model:
                     )
                     for index, (name, function) in enumerate(functions[computation].items())
                 ]
-                found.append((kernel, task.calls, of_kernel, _fewest_flops(computation, functions[computation])))
+                # The first is the plainest: what others transform, and the larger weights that they read, come on top.
+                work = replace(work_of(of_kernel[0][1]), flops=_fewest_flops(computation, functions[computation]))
+                found.append((kernel, task.calls, of_kernel, work))
             else:
                 self._functions[task.name] = task.functions
-                found.append((task.name, task.calls, [("plain", task.module, task.has_reduction)], 0.0))
+                found.append(
+                    (task.name, task.calls, [("plain", task.module, task.has_reduction)], work_of(task.module))
+                )
         workloads = iter(adopt([module for _, _, kinds, _ in found for _, module, _ in kinds]))
         return [
             Operator(
                 name,
                 calls,
                 tuple(Variant(kind, next(workloads), sketchable) for kind, _, sketchable in kinds),
-                flops,
-                0.0,
+                work.flops,
+                work.bytes,
+                work.constant_bytes,
             )
-            for name, calls, kinds, flops in found
+            for name, calls, kinds, work in found
         ]
 
     def assemble(self, choices: Mapping[str, Choice]) -> tvm.ir.IRModule:

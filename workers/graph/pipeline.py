@@ -15,7 +15,7 @@ from tvm.relax import dpl
 
 from workers.graph.memory import PlaceIntermediates
 
-PIPELINE: Final = "cpu-blocked-2"
+PIPELINE: Final = "cpu-blocked-3"
 
 
 def pass_context(opt_level: int = 3) -> Any:

@@ -12,6 +12,7 @@ from tvm.s_tir import meta_schedule as ms
 from tuning_db.errors import BuildFailed
 from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
+from workers.said import last_line
 
 
 def apply_schedules(
@@ -46,8 +47,5 @@ def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Pa
             executable = relax.build(module, target, relax_pipeline=pipeline.lower_to_vm(place))
         executable.export_library(str(path))
     except Exception as error:  # LLVM, the linker and every pass raise their own
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise BuildFailed(
-            f"the library did not compile: {lines[-1][:300] if lines else type(error).__name__}"
-        ) from error
+        raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
     return place.plan

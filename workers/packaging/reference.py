@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tuning_db.keys import Json, TensorSpec, to_json
 from workers.packaging import baselines
 from workers.processes import die_with_parent
+from workers.said import first_line
 
 #: How far an output may be from the reference, relative to the reference's largest magnitude (or 1, if that is less).
 TOLERANCE: Final[Mapping[str, float]] = {"float16": 1e-2, "float32": 1e-4, "float64": 1e-8}
@@ -129,7 +130,7 @@ def run(comparison: Comparison) -> dict[str, Json]:
         try:
             references = [session.run(None, example) for example in examples]
         except Exception as error:  # ONNX Runtime raises classes of its own, which it does not export
-            refused = str(error).splitlines()[0][:300]
+            refused = first_line(error)
         else:
             break
     else:

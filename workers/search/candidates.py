@@ -48,6 +48,7 @@ class Operator:
     variants: tuple[Variant, ...]
     flops: float  #: of one call, in the variant that needs the fewest: what is thought reachable is bounded by it
     bytes: float  #: read and written by one call at least
+    constant_bytes: float = 0.0  #: of them, of weights: constants that no other kernel reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Built:
     library: str  #: path
     arguments: tuple[tuple[str, tuple[int, ...]], ...]  #: dtype and shape of each argument, packed weights included
     features: Features | None  #: of a sketch; None when the extractor found none
-    weights: tuple[int, ...] = ()  #: which of the arguments are weights: constants that only this kernel reads
+    weights: tuple[int, ...] = ()  #: which of the arguments are weights: float32 constants that only this kernel reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
+from workers.said import first_line
 from workers.search.candidates import Features
 
 #: MetaSchedule's per-store features, and the number of a candidate's stores.
@@ -136,7 +137,7 @@ def _load(booster_json: bytes) -> xgboost.Booster:
     try:
         booster.load_model(bytearray(booster_json))
     except xgboost.core.XGBoostError as error:
-        raise ValueError(f"not a model: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"not a model: {first_line(error)}") from None
     return booster
 
 

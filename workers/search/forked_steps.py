@@ -23,6 +23,7 @@ from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 from tuning_db.trials import Workload, trace_digest
 from workers.graph import elementary
 from workers.graph.pipeline import pass_context
+from workers.graph.work import constants_of
 from workers.search.candidates import Built, Candidate, Features, Measurement, canonical_trace
 from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
@@ -35,7 +36,7 @@ _pool = np.empty(0, dtype=np.float32)
 #: Numbers in a cache line: TVM takes no tensor that begins within one.
 _LINE: Final = 16
 #: Copies of a kernel's weights at most: small ones stay in a cache within a model as well.
-_MAX_COPIES: Final = 512
+MAX_COPIES: Final = 512
 #: Samples of one candidate that are this close to each other are believed.
 _AGREEMENT: Final = 1.05
 #: How many times the samples wanted are taken at most to find some that agree.
@@ -148,17 +149,16 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
     with pass_context():
         packed = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod)
         executable = tvm.compile(elementary.lower_module(packed), target=target)
+    arguments = tuple(
+        (str(argument.dtype), tuple(int(size) for size in argument.shape))
+        for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
+    )
     name = f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
     return Built(
         library=str(link(executable.mod, Path(folder) / name)),
-        arguments=tuple(
-            (str(argument.dtype), tuple(int(size) for size in argument.shape))
-            for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
-        ),
+        arguments=arguments,
         features=features,
-        weights=tuple(
-            index for index, parameter in enumerate(schedule.mod["main"].params) if parameter.name == "weight"
-        ),
+        weights=tuple(index for index in constants_of(schedule.mod["main"]) if arguments[index][0] == "float32"),
     )
 
 
@@ -275,7 +275,7 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
     # Every copy begins in a cache line of its own.
     strides = {index: -(-size // _LINE) * _LINE for index, size in sizes.items()}
     one_copy = sum(strides.values())
-    copies = max(1, min(_MAX_COPIES, _pool.size // one_copy)) if one_copy else 1
+    copies = max(1, min(MAX_COPIES, _pool.size // one_copy)) if one_copy else 1
     if not one_copy or one_copy > _pool.size:
         missing = {index: random_tensor(generator, *built.arguments[index]) for index in built.weights}
         return [[(fixed | missing)[index] for index in range(len(built.arguments))]]

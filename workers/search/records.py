@@ -16,7 +16,7 @@ from tuning_db.keys import RecordScope
 from tuning_db.store import TuningStore
 from tuning_db.trials import Experience, Failed, Measured, StoredCostModel, Trial, Workload
 from workers.search.candidates import Candidate, Operator, Variant
-from workers.search.forked_steps import commit_record, to_tvm_workload
+from workers.search.forked_steps import to_tvm_workload
 from workers.search.templates.knobs import Config, template_of
 
 #: A config that can be looked up: its knobs and values, in no order.
@@ -161,14 +161,6 @@ class Records:
                 variant = operator.variants[order]
                 chosen[operator.name] = variant, self._known[variant.workload.digest].trials[digest]
         return chosen
-
-    def database(self, operators: Iterable[Operator], target: tvm.target.Target) -> ms.database.MemoryDatabase:
-        """The chosen records as MetaSchedule applies them: one an operator, so that it has no choice."""
-        database = ms.database.MemoryDatabase()
-        for variant, trial in self.chosen(operators).values():
-            assert isinstance(trial.outcome, Measured)
-            commit_record(database, variant.workload, trial.trace, trial.outcome.run_s, target)
-        return database
 
     def experience(self, template: str, limit: int) -> list[Experience]:
         """Outcomes of this scope with a template, of whatever model, newest first."""

@@ -114,6 +114,7 @@ class Scheduler:
     records: Records
     report: Report
     roof: Roof | None = None  #: of the device; without it no operator is known to be as fast as it can be
+    last_cache_bytes: int = 32 << 20  #: of the device: what fits there is thought to be there
     sketches: Space = field(default_factory=Space)
     batch: int = 4  #: candidates of one operator in one round
     operators_at_once: int = 2  #: in one round: proposals are made side by side, one a core
@@ -271,9 +272,16 @@ class Scheduler:
             self._sketch_start, self._sketch_start_on = model, stored.trained_on
 
     def _floor_s(self, operator: Operator) -> float:
+        """What no schedule of it is believed to be faster than: its operations at the peak, its bytes at the speed of
+        memory. What lies in a cache is not bounded by memory: data that fit into one, for the kernel before has just
+        written them, and weights of which all copies fit."""
         if self.roof is None:
             return 0.0
-        return max(operator.flops / self.roof.flops_per_s, operator.bytes / self.roof.bytes_per_s)
+        moved = operator.bytes
+        if moved <= self.last_cache_bytes:
+            weights = operator.constant_bytes
+            moved = weights if weights * forked_steps.MAX_COPIES > self.last_cache_bytes else 0.0
+        return max(operator.flops / self.roof.flops_per_s, moved / self.roof.bytes_per_s)
 
     # Where the next round goes
 
@@ -283,7 +291,7 @@ class Scheduler:
         unseen = [s for s in searches if s.trials == 0]
         if unseen:
             # An interrupted search shall have covered what an inference does most of.
-            unseen.sort(key=lambda s: -s.operator.weight * s.operator.flops)
+            unseen.sort(key=lambda s: (-s.operator.weight * s.operator.flops, -s.operator.weight * s.operator.bytes))
             picks = [pick for s in unseen[: self.operators_at_once] for pick in self._first_picks(s)]
         else:
             assumed_s = {s.operator.name: self._assumed_s(s) for s in searches}

@@ -207,6 +207,7 @@ def test_packed_weights_are_measured_as_packed(server: ForkServer, host: Host, t
     shapes = [shape for _, shape in built.arguments]
     assert (shapes[0], shapes[-1]) == ((32, 32), (32, 32))
     assert shapes[1] != (32, 32)
+    assert built.weights == (1,)
     assert int(np.prod(shapes[1])) == 32 * 32
     assert server.call(forked_steps.measure, built, Measurement(1, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
 
@@ -251,10 +252,12 @@ def test_weights_are_read_from_other_memory_in_each_call() -> None:
     """A kernel's weights come from another copy in each of the calls that are timed, its data always from the same."""
     forked_steps.fill_pool(str(1 << 20))
     built = Built(
-        "unused.so", (("float32", (4, 8)), ("float32", (8, 1024)), ("float32", (4, 1024))), None, weights=(1,)
-    )
+        "unused.so", (("float32", (4, 8)), ("float32", (8, 1024)), ("float32", ()), ("float32", (4, 1024))), None,
+        weights=(1, 2),
+    )  # fmt: skip
     turns = forked_steps._arguments(built, np.random.default_rng(0))
-    assert len(turns) == (1 << 20) // (8 * 1024 * 4)
+    assert [argument.shape for argument in turns[0]] == [(4, 8), (8, 1024), (), (4, 1024)]
+    assert len(turns) == (1 << 20) // (8 * 1024 * 4 + 64)
     addresses = [np.from_dlpack(turn[1]).ctypes.data for turn in turns]
     assert len(set(addresses)) == len(turns)
     assert all(address % 64 == 0 for address in addresses)

@@ -289,8 +289,8 @@ def test_stale_attempt(sqlite_store: TuningStore, claim: Claim) -> None:
     assert list(sqlite_store.trials(SCOPE, [workload.digest])) == []
 
 
-def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, host: Host) -> None:
-    """MetaSchedule is given the chosen record of each operator and no other, and finds it for an equal module."""
+def test_a_chosen_record_is_applied(sqlite_store: TuningStore, claim: Claim, server: ForkServer, host: Host) -> None:
+    """MetaSchedule, given the chosen record, finds it for an equal module."""
     module = matmul_module(16, 16, 16)
     traces = server.call(
         forked_steps.propose, host.target_json, matmul(), Space(), [], None, CPU, 3, 1, deadline_s=120
@@ -299,8 +299,9 @@ def test_database(sqlite_store: TuningStore, claim: Claim, server: ForkServer, h
     [workload] = records.adopt([module])
     times = (measured(3), measured(1), measured(2))
     records.add([Trial(workload.digest, trace, time) for trace, time in zip(traces, times, strict=True)])
-    database = records.database(operators_of([workload]), host.target)
-    assert len(database) == 1
+    [(_, chosen)] = records.chosen(operators_of([workload])).values()
+    database = ms.database.MemoryDatabase()
+    forked_steps.commit_record(database, workload, chosen.trace, measured(1).run_s, host.target)
     found = database.query_tuning_record(module, host.target, "main")
     assert [float(s) for s in found.run_secs] == [0.001]
     assert tvm_ffi.structural_equal(

@@ -668,6 +668,24 @@ def test_roof(templates: Search) -> None:
     } == {1e-4}
 
 
+@pytest.mark.parametrize(
+    ("moved", "constant", "bound_s"),
+    [
+        (1e6, 0.0, 1e-4),  # data in a cache: the operations alone
+        (1e6, 1e6, 1e-3),  # weights of which only some copies fit into the cache
+        (1e6, 1e3, 1e-4),  # weights of which all copies fit
+        (6e7, 1e3, 6e-2),  # data that no cache holds
+    ],
+)
+def test_the_roof_of_memory(templates: Search, moved: float, constant: float, bound_s: float) -> None:
+    """What has to come from main memory bounds an operator as well, where that takes longer than its operations."""
+    templates.roof = Roof(1e11, 1e9, 5e10, dt.datetime(2026, 1, 1, tzinfo=dt.UTC))
+    templates.operators = [replace(templates.operators[0], bytes=moved, constant_bytes=constant)]
+    templates.run(trials=4)
+    [told] = templates.of_type("progress")[0]["operators"]
+    assert told["bound_s"] == pytest.approx(bound_s)
+
+
 def test_hopeless_candidates_are_told(templates: Search) -> None:
     """A runner is told from which time on a candidate is not worth more repeats: twice the operator's best so far."""
     templates.operators = templates.operators[:1]
