@@ -51,33 +51,35 @@ def test_kill_9_of_the_tuning_process(fresh: tuple[Service, Tunery], small_model
     assert job.job["attempt"] == 2
 
 
+@pytest.mark.timeout(1200)
 def test_kill_9_ten_times_at_random_moments(small_model: Path, tmp_path: Path) -> None:
     """A job whose process is killed ten times, whatever it is doing, measures as much as one that is left alone, and
     nothing twice."""
     generator = random.Random(3)
-    kills, trials, batch = 10, 48, 8
+    kills, trials = 10, 56
+    most_in_round = 24  # four of each operator, where there are as many cores
     # Some while they search, the others at any moment since they were started, which is before that as a rule.
     searching = set(generator.sample(range(1, kills + 1), 3))
     env = {**FAST, "TUNERY_MAX_ATTEMPTS": str(kills + 1)}
     with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
-        job = client.submit(small_model, inputs=INPUTS, search={"trials": trials, "seconds": 400})
+        job = client.submit(small_model, inputs=INPUTS, search={"trials": trials, "seconds": 2000})
         for attempt in range(1, kills + 1):
             pid = wait_for(lambda n=attempt: service.pid_of(f"workers.tuning {job.id} {n} "), 60, "the attempt starts")
             stored = service.stored_trials()
-            if attempt in searching:
-                wait_for(lambda n=stored: service.stored_trials() > n, 120, "the attempt has measured something")
+            if attempt in searching and stored + most_in_round < trials:
+                wait_for(lambda n=stored: service.stored_trials() > n, 240, "the attempt has measured something")
                 time.sleep(generator.uniform(0, 0.5))
             else:
                 time.sleep(generator.uniform(0, 4))
             os.kill(pid, signal.SIGKILL)
-        job.wait(240)
+        job.wait(400)
         assert job.job["attempt"] == kills + 1
         assert job.job["trials_measured"] == service.stored_trials() == trials
         assert client.manifest(job.key)["search"]["ended_by"] == "trials"
         told = [event.data["trial"] for event in job.events() if event.type == "trial"]
         # What a killed process had stored but not told is not told later.
         assert told == sorted(set(told))
-        assert trials - kills * batch <= len(told) <= trials
+        assert told[-1] == trials
 
 
 def test_kill_9_of_the_worker(fresh: tuple[Service, Tunery], small_model: Path) -> None:
