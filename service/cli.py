@@ -33,6 +33,7 @@ from service.client import (
     JobCancelled,
     JobFailed,
     JobHandle,
+    ModelFilesRefused,
     RequestRefused,
     ServiceUnreachable,
     Tunery,
@@ -129,7 +130,7 @@ def up(
 
 @app.command()
 def submit(
-    model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
+    model: Annotated[str, typer.Argument(help="An ONNX file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
     trials: Annotated[
@@ -201,7 +202,7 @@ def fetch(
 
 @app.command()
 def key(
-    model: Annotated[str, typer.Argument(help="An ONNX file, or the digest of an uploaded model.")],
+    model: Annotated[str, typer.Argument(help="An ONNX file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
     winograd: WinogradOption = True,
@@ -435,6 +436,9 @@ def _exit_codes(as_json: bool = False) -> Iterator[None]:
         where = f" [request {error.request_id}]" if error.status >= 500 and error.request_id else ""
         _say(f"{error}{where}")
         raise typer.Exit(UNREACHABLE if error.status >= 500 else USAGE) from None
+    except ModelFilesRefused as error:
+        _say(str(error))
+        raise typer.Exit(USAGE) from None
     except JobFailed as error:
         _say(str(error))
         raise typer.Exit(INTEGRITY if error.kind == "check-failed" else JOB_FAILED) from None

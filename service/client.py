@@ -19,6 +19,8 @@ from urllib.parse import quote
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
+from service.packing import DataFileRefused, packed
+
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _PROBLEM: Final = "application/problem+json"
 _CHUNK_BYTES: Final = 1 << 18
@@ -36,6 +38,7 @@ class TuneryClientError(Exception):
     ├── ServiceUnreachable   no connection, or no answer in time, after retries
     ├── RequestRefused       the service answered with a problem
     │   └── CacheMissError   no library under that key; carries the nearest ones
+    ├── ModelFilesRefused    a data file that the model names is missing, or lies outside its folder
     ├── JobFailed            the job ended without a library
     ├── JobCancelled         somebody cancelled the job
     ├── IntegrityFailed      the bytes that came are not those the manifest names
@@ -77,6 +80,10 @@ class CacheMissError(RequestRefused):
     def nearest(self) -> list[dict[str, Any]]:
         """Stored keys, closest first: ``{"key": …, "differences": [{"field", "wanted", "stored"}]}``."""
         return list(self.problem.get("nearest", []))
+
+
+class ModelFilesRefused(TuneryClientError):
+    """A data file that the model names is missing, or lies outside its folder. Nothing was sent."""
 
 
 class JobFailed(TuneryClientError):
@@ -167,20 +174,30 @@ class Tunery:
         self._http.close()
 
     def upload(self, path: str | os.PathLike[str]) -> str:
-        """Upload a model file; its digest. Sending the same model again is harmless."""
+        """Upload a model file; its digest. Sending the same model again is harmless.
+
+        The data files that an ONNX model names beside it are sent with it, as one tar. ModelFilesRefused if one is
+        missing, or lies outside the model's folder.
+        """
         return str(self.upload_model(path)["digest"])
 
     def upload_model(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """As `upload`, but all that the service found out: digest, format, inputs, outputs."""
         file = Path(path)
+        headers = {"content-type": "application/octet-stream"}
 
         def send() -> httpx.Response:
+            if tar is not None:
+                announced = {**headers, "content-length": str(tar.size_bytes)}
+                return self._http.post("/v1/models", content=tar.chunks(), headers=announced)
             with file.open("rb") as stream:
-                return self._http.post(
-                    "/v1/models", content=stream, headers={"content-type": "application/octet-stream"}
-                )
+                return self._http.post("/v1/models", content=stream, headers=headers)
 
-        return self._json(send)
+        try:
+            tar = packed(file)
+            return self._json(send)
+        except DataFileRefused as error:
+            raise ModelFilesRefused(str(error)) from error
 
     def model(self, digest: str) -> dict[str, Any]:
         return self._get(f"/v1/models/{_segment(digest)}")

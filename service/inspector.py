@@ -16,7 +16,14 @@ from typing import Any, Final
 import structlog
 
 from tuning_db.catalog import PortSpec
-from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, UnsupportedOperator, UnsupportedOption
+from tuning_db.errors import (
+    InvalidModel,
+    ShapeMismatch,
+    StorageFull,
+    TuneryError,
+    UnsupportedOperator,
+    UnsupportedOption,
+)
 from tuning_db.keys import TensorSpec, is_sha256
 
 log = structlog.get_logger()
@@ -154,7 +161,7 @@ def _refusal(message: str) -> dict[str, Any]:
     return {"ok": False, "error": {"type": "InvalidModel", "message": message, "field": "model"}}
 
 
-def _error_of(error: Any) -> InvalidRequest:
+def _error_of(error: Any) -> TuneryError:
     """The error that the process reports; one that it reports wrongly is an InvalidModel too."""
     match error:
         case {"type": "UnsupportedOperator", "message": str(message), "operator": str(operator)}:
@@ -168,6 +175,8 @@ def _error_of(error: Any) -> InvalidRequest:
             )
         case {"type": "ShapeMismatch", "message": str(message)}:
             return ShapeMismatch(message, field=str(error.get("field") or "inputs"))
+        case {"type": "StorageFull", "message": str(message)}:
+            return StorageFull(message)
         case {"type": "UnsupportedOption", "message": str(message)}:
             return UnsupportedOption(message, field=str(error.get("field") or "model"))
         case {"message": str(message)}:

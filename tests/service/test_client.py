@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from service.client import (
     CacheMissError,
@@ -19,6 +21,7 @@ from service.client import (
     IntegrityFailed,
     JobCancelled,
     JobFailed,
+    ModelFilesRefused,
     RequestRefused,
     ServiceUnreachable,
     Tunery,
@@ -107,6 +110,63 @@ def test_a_model_that_is_too_large_is_a_refusal(service: Service, client: Tunery
     with pytest.raises(RequestRefused) as refused:
         client.upload(path)
     assert (refused.value.status, refused.value.type) == (413, "/problems/too-large")
+
+
+def beside(folder: Path, location: str = "sub/w.bin") -> tuple[Path, bytes]:
+    """A model y = x + w whose w, 4 floats, lies in a data file; the file's bytes; and what it is called."""
+    folder.mkdir(exist_ok=True)
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    model = onnx.load_from_string(relu_model())
+    model.graph.initializer.append(tensor)
+    del model.graph.node[:]
+    model.graph.node.append(helper.make_node("Add", ["x", "w"], ["y"]))
+    path = folder / "net.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path, bytes(range(16))
+
+
+def test_data_files_are_sent_with_their_model(client: Tunery, tmp_path: Path) -> None:
+    """A model whose weights lie in a file beside it is uploaded with it, and is the model with its weights inside;
+    it may be a link into a folder of files by content."""
+    path, data = beside(tmp_path / "a")
+    (path.parent / "sub").mkdir()
+    (path.parent / "sub" / "w.bin").write_bytes(data)
+    inside = onnx.load(path)
+    whole = tmp_path / "whole.onnx"
+    onnx.save_model(inside, whole)
+    digest = client.upload(path)
+    assert client.upload(whole) == digest
+
+    store, links = tmp_path / "store", tmp_path / "links"
+    store.mkdir()
+    (links / "sub").mkdir(parents=True)
+    path.rename(store / "0a")
+    (store / "0b").write_bytes(data)
+    (links / "net.onnx").symlink_to(store / "0a")
+    (links / "sub" / "w.bin").symlink_to(store / "0b")
+    assert client.upload(links / "net.onnx") == digest
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "link", "missing", "a/../../secret"])
+def test_files_outside_are_not_sent(location: str, tmp_path: Path) -> None:
+    """A model from elsewhere cannot have its user's files sent, and a missing data file is named; nothing is sent."""
+    (tmp_path / "secret").write_bytes(bytes(16))
+    path, _ = beside(tmp_path / "a", location)
+    (path.parent / "link").symlink_to(tmp_path / "secret")
+    with Tunery("http://127.0.0.1:1", attempts=1) as client, pytest.raises(ModelFilesRefused) as caught:
+        client.upload(path)
+    assert location in str(caught.value)
+
+
+def test_what_is_no_model_is_left_to_the_service(client: Tunery, tmp_path: Path) -> None:
+    """The client sends what it cannot read, and the service says what is wrong with it."""
+    path = tmp_path / "x"
+    for content in (b"not a model", b"\xff" * 100, b"\x3a\x05\x2a\x7f"):
+        path.write_bytes(content)
+        with pytest.raises(RequestRefused) as caught:
+            client.upload(path)
+        assert caught.value.type == "/problems/invalid-model"
 
 
 def test_ends_that_are_no_success(service: Service, client: Tunery, model: str, batch: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import resource
 import socket
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +142,50 @@ def test_malformed_bodies_are_refused(service: Service, body: bytes, content_typ
     answer = service.http.post("/v1/models", content=body, headers={"content-type": content_type})
     assert answer.status_code == 422, answer.text
     assert answer.json()["field"] == field
+    assert stored(service) == before
+
+
+def tar_of(location: str, *members: tarfile.TarInfo) -> bytes:
+    """A tar of a model whose weight is kept in `location`, and these members, empty."""
+    model = onnx.load_from_string(relu_model())
+    tensor = model.graph.initializer.add(name="w", data_type=1, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        info = tarfile.TarInfo("model.onnx")
+        info.size = model.ByteSize()
+        tar.addfile(info, io.BytesIO(model.SerializeToString()))
+        for member in members:
+            tar.addfile(member)
+    return content.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (tar_of("w.bin"), "tensor 'w' keeps its data in 'w.bin', which the archive does not hold"),
+        (tar_of("../../etc/passwd"), "not a path inside the archive"),
+        (tar_of("/etc/passwd"), "not a path inside the archive"),
+        (tar_of("w", member("w", tarfile.SYMTYPE, "/etc/passwd")), "'w' is a symbolic link"),
+        (tar_of("w", member("w", tarfile.LNKTYPE, "/etc/passwd")), "'w' is a hard link"),
+        (tar_of("w", member("../w")), "would lie outside"),
+        (tar_of("w", member("\udcff" * 200)), "does not hold"),
+    ],
+)
+def test_archives_reach_nothing_outside(service: Service, content: bytes, says: str) -> None:
+    """An archive whose model or members point elsewhere is 422 by name; no file of the machine is in the answer, and
+    nothing is kept (onnx#3991)."""
+    before = stored(service)
+    answer = service.http.post("/v1/models", files={"model": ("model.onnx", content)})
+    assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-model")
+    assert says in answer.json()["detail"]
+    assert "root:" not in answer.text
     assert stored(service) == before
 
 

@@ -19,20 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from tuning_db.catalog import ModelInfo
-from tuning_db.errors import InvalidRequest, UnsupportedOperator
+from tuning_db.errors import InvalidRequest, StorageFull, UnsupportedOperator
 from tuning_db.keys import Json, to_json
 
-#: Address space for the parser: the file several times over, and room for the libraries.
+#: Address space for the parser: the file several times over, and room for the libraries. No model is longer than 2 GiB
+#: without its data files, and those are read piece by piece.
 _BASE_BYTES = 4 << 30
 _BYTES_PER_FILE_BYTE = 6
+_MOST_FILE_BYTES = 2 << 30
+#: Processor time: for the parser, and for hashing so many bytes in a second.
 _CPU_S = 60
+_BYTES_PER_CPU_S = 100_000_000
+#: Tensors in data files are read whole below this size: they may be shapes.
+_SMALL_BYTES = 1 << 16
 
 
 def limit_resources(file_bytes: int) -> None:
     """Bound memory, CPU time and core files of this process for good."""
     for name, limit in (
-        (resource.RLIMIT_AS, _BASE_BYTES + _BYTES_PER_FILE_BYTE * file_bytes),
-        (resource.RLIMIT_CPU, _CPU_S),
+        (resource.RLIMIT_AS, _BASE_BYTES + _BYTES_PER_FILE_BYTE * min(file_bytes, _MOST_FILE_BYTES)),
+        (resource.RLIMIT_CPU, _CPU_S + file_bytes // _BYTES_PER_CPU_S),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(name)[1]
@@ -43,7 +49,7 @@ def limit_resources(file_bytes: int) -> None:
 def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
     from workers.frontend import onnx_model
 
-    model = onnx_model.load(path)
+    model = onnx_model.load(path, leave_out_from_bytes=_SMALL_BYTES)
     inputs, outputs = onnx_model.inputs_of(model), onnx_model.outputs_of(model)
     digest = onnx_model.model_digest(model)
     opset = onnx_model.opset_of(model)
@@ -78,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
             if isinstance(error, UnsupportedOperator):
                 details |= {"operator": error.operator, "node": error.node, "opset": error.opset}
             result = {"ok": False, "error": details}
+        except StorageFull as error:
+            result = {"ok": False, "error": {"type": "StorageFull", "message": str(error), "field": None}}
         except MemoryError:
             result = {
                 "ok": False,

@@ -1,12 +1,15 @@
 """Reads an untrusted ONNX file: what it declares, what it is called in a key, and whether we can compile it.
 
 Only `onnx` and NumPy are needed here, so that the API's inspector starts quickly and runs without TVM. Nothing in this
-file opens any file but the one it is given: tensors with external data are refused before their bytes are looked for.
+file opens any file but the one it is given: tensors with external data get it from the archive that they came in, or
+are refused before their bytes are looked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +26,15 @@ from onnx import (
     NodeProto,
     TensorProto,
     ValueInfoProto,
+    helper,
     numpy_helper,
 )
 
 from tuning_db.catalog import PortSpec
 from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
+from workers.frontend import archives
+from workers.frontend.archives import shown
 from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
 from workers.said import first_line
 
@@ -57,9 +63,46 @@ _RANDOM: Final = frozenset(
 _SYMBOL = re.compile(r"[A-Za-z_][\w.:/ +*-]*")
 
 
-def load(path: Path) -> ModelProto:
-    """Parse the file and check it against ONNX's rules. InvalidModel says what is wrong with it."""
-    data = path.read_bytes()
+#: No protobuf message is longer.
+_MOST_PROTOBUF_BYTES: Final = (1 << 31) - 1
+_TOO_LONG: Final = (
+    "the model is longer than 2 GiB, where protobuf ends; save it with its weights in a file beside it "
+    "(onnx.save_model with save_as_external_data=True), and send both as one zip or tar"
+)
+
+#: Element types of which several share a byte, and the bits of one.
+_PACKED: Final[Mapping[int, int]] = {
+    number: bits
+    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
+    if (number := dict(TensorProto.DataType.items()).get(name)) is not None
+}
+
+_TYPED_DATA: Final = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+
+#: What stands in the place of a tensor's bytes that were left out: their digest as `_hash_tensor` makes it.
+_LEFT_OUT: Final = "tunery.digest"
+
+
+def load(path: Path, *, leave_out_from_bytes: int | None = None) -> ModelProto:
+    """Parse the file and check it against ONNX's rules. InvalidModel says what is wrong with it.
+
+    The file is the model, or a zip or tar of it and its data files (`archives`), whose bytes are taken in: the same
+    model comes out, with the same digest, as if it had been saved as one file. Of tensors in data files that are as
+    large as `leave_out_from_bytes` or larger only the digest is kept, so that memory does not grow with them.
+    """
+    with archives.opened(path) as archive:
+        if archive is None:
+            if path.stat().st_size > _MOST_PROTOBUF_BYTES:
+                raise InvalidModel(_TOO_LONG)
+            return _parse(path.read_bytes(), None)
+        member = archive.model()
+        if member.size_bytes > _MOST_PROTOBUF_BYTES:
+            raise InvalidModel(_TOO_LONG)
+        files = _DataFiles(archive, posixpath.dirname(member.name), leave_out_from_bytes)
+        return _parse(member.read(), files)
+
+
+def _parse(data: bytes, files: _DataFiles | None) -> ModelProto:
     if not data:
         raise InvalidModel("the file is empty")
     try:
@@ -68,20 +111,129 @@ def load(path: Path) -> ModelProto:
         raise InvalidModel("the file is not an ONNX model: it does not parse (truncated, or another format)") from None
     if not model.graph.node or not model.graph.output or not model.opset_import:
         raise InvalidModel("the file is not an ONNX model: it holds no graph, no output or no operator set")
+    outside: list[TensorProto] = []
     for message in _messages(model):
         _check_text(message)
-        if isinstance(message, TensorProto) and (
-            message.data_location == TensorProto.EXTERNAL or message.external_data
-        ):
-            raise InvalidModel(
-                f"tensor {message.name!r} keeps its data in another file; save the model as one file "
-                "(onnx.save_model with save_as_external_data=False)"
-            )
+        if not isinstance(message, TensorProto):
+            continue
+        if message.data_location == TensorProto.EXTERNAL:
+            if files is None:
+                raise InvalidModel(
+                    f"tensor {shown(message.name)} keeps its data in another file; send the model and its data files "
+                    "as one zip or tar (the tunery command and client do), or save the model as one file "
+                    "(onnx.save_model with save_as_external_data=False)"
+                )
+            outside.append(message)
+        elif message.external_data:
+            raise InvalidModel(f"tensor {shown(message.name)} names a data file, and says that it is in none")
+    entries = []
+    for tensor in outside:
+        # ONNX's checker looks for data files by itself, wherever they are said to be: it is shown tensors of nothing.
+        entries.append((_entries_of(tensor), list(tensor.dims)))
+        tensor.dims[:] = [0]
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        tensor.raw_data = b""
     try:
-        onnx.checker.check_model(data)
+        onnx.checker.check_model(model.SerializeToString() if outside else data)
     except (onnx.checker.ValidationError, ValueError) as error:
         raise InvalidModel(f"the file is not a valid ONNX model: {first_line(error)}") from None
+    if files is not None:
+        for tensor, (entry, dims) in zip(outside, entries, strict=True):
+            tensor.dims[:] = dims
+            files.fill(tensor, entry)
     return model
+
+
+def _entries_of(tensor: TensorProto) -> dict[str, str]:
+    """Where a tensor's data is said to be. InvalidModel if it is said twice, or if there is data inside too."""
+    name = shown(tensor.name)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    if len(entries) < len(tensor.external_data):
+        raise InvalidModel(f"tensor {name} says twice where its data is")
+    if not entries.get("location"):
+        raise InvalidModel(f"tensor {name} keeps its data in another file and does not say in which")
+    if tensor.HasField("raw_data") or any(getattr(tensor, field) for field in _TYPED_DATA):
+        raise InvalidModel(f"tensor {name} has data inside and in another file; keep one of them")
+    return entries
+
+
+class _DataFiles:
+    """The members of an archive as the files that tensors keep their data in."""
+
+    def __init__(self, archive: archives.Archive, folder: str, leave_out_from_bytes: int | None) -> None:
+        self._members = archive.members
+        self._folder = folder
+        self._leave_out_from_bytes = leave_out_from_bytes
+        # Tensors may share bytes. That many may not: reading would take for ever what is short to write.
+        self._left_bytes = 4 * sum(member.size_bytes for member in archive.members.values()) + (1 << 20)
+
+    def fill(self, tensor: TensorProto, entries: Mapping[str, str]) -> None:
+        """Give the tensor its bytes, or its digest alone. InvalidModel if they are not there."""
+        name, location = shown(tensor.name), shown(entries["location"])
+        inside = archives.inner_path(entries["location"])
+        if inside is None:
+            raise InvalidModel(
+                f"tensor {name} keeps its data in {location}, which is not a path inside the archive; "
+                "name data files relative to the model's folder"
+            )
+        member = self._members.get(posixpath.join(self._folder, inside))
+        if member is None:
+            raise InvalidModel(
+                f"tensor {name} keeps its data in {location}, which the archive does not hold beside the model; "
+                f"it holds {archives.listed(list(self._members))}"
+            )
+        numbers = {}
+        for key in ("offset", "length"):
+            text = entries.get(key, "")
+            if text and re.fullmatch(r"[0-9]{1,19}", text, re.ASCII) is None:
+                raise InvalidModel(
+                    f"tensor {name}: the {key} of its data is {shown(text)}, which is no number of bytes"
+                )
+            numbers[key] = int(text) if text else None
+        offset = numbers["offset"] or 0
+        length = numbers["length"]
+        length = member.size_bytes - offset if length is None else length
+        if length < 0 or offset + length > member.size_bytes:
+            raise InvalidModel(
+                f"tensor {name} keeps its data at {offset} of {location}, {max(length, 0)} bytes long, "
+                f"and that file has {member.size_bytes} bytes"
+            )
+        wanted = _bytes_of(tensor)
+        if length != wanted:
+            raise InvalidModel(f"tensor {name} has {length} bytes of data in {location}, and needs {wanted}")
+        self._left_bytes -= length
+        if self._left_bytes < 0:
+            raise InvalidModel("the model's tensors share the bytes of their data files more than four times over")
+        chunks = member.chunks(offset, length)
+        large = self._leave_out_from_bytes is not None and length >= self._leave_out_from_bytes
+        if large and tensor.data_type not in _PACKED:
+            digest = _tensor_hash(tensor)
+            for chunk in chunks:
+                digest.update(chunk)
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key=_LEFT_OUT, value=digest.hexdigest())
+        else:
+            tensor.raw_data = b"".join(chunks)
+
+
+def _bytes_of(tensor: TensorProto) -> int:
+    """How many bytes a tensor's elements take in a data file."""
+    if any(size < 0 for size in tensor.dims):
+        raise InvalidModel(f"tensor {shown(tensor.name)} has the shape {list(tensor.dims)}")
+    try:
+        if tensor.data_type == TensorProto.STRING:
+            raise KeyError
+        itemsize = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError:
+        raise InvalidModel(
+            f"tensor {shown(tensor.name)} has the element type number {tensor.data_type}, "
+            "which is not kept in data files"
+        ) from None
+    count = math.prod(tensor.dims)
+    bits = _PACKED.get(tensor.data_type, 8 * itemsize)
+    return int((count * bits + 7) // 8)
 
 
 def inputs_of(model: ModelProto) -> tuple[PortSpec, ...]:
@@ -322,9 +474,17 @@ def _hash_function(function: FunctionProto) -> str:
     )
 
 
+def _tensor_hash(tensor: TensorProto) -> hashlib._Hash:
+    """The hash of a tensor before its elements come."""
+    return hashlib.sha256(f"{tensor.data_type}{list(tensor.dims)}".encode())
+
+
 def _hash_tensor(tensor: TensorProto) -> str:
-    digest = hashlib.sha256()
-    digest.update(f"{tensor.data_type}{list(tensor.dims)}".encode())
+    if tensor.data_location == TensorProto.EXTERNAL:
+        # `load` lets no tensor pass that says so itself.
+        (left_out,) = tensor.external_data
+        return str(left_out.value)
+    digest = _tensor_hash(tensor)
     if tensor.data_type == TensorProto.STRING:
         for item in tensor.string_data:
             digest.update(len(item).to_bytes(8, "little") + item)

@@ -394,7 +394,8 @@ def test_external_data(make: Callable[[str], ModelProto], location: str, tmp_pat
     ("data", "message"),
     [
         (b"", "empty"),
-        (b"PK\x03\x04 not a model at all", "does not parse"),
+        (b"%PDF-1.7 not a model at all", "does not parse"),
+        (b"PK\x03\x04 not a model at all", "zip is damaged"),
         (b"\x08\x08", "no graph"),
         (matmuls().SerializeToString()[:-40], "does not parse"),
     ],
