@@ -1,0 +1,146 @@
+"""Faults that people reported of ONNX importers: each tried on a small model, against ONNX Runtime on the same inputs.
+
+Held elsewhere: Softmax of opset 11 (tvm#20183), Gather (tvm#20217), ReduceMean (tvm#18072), NaN (tvm#19572), integers
+(tvm#17835) and the gate before publication (tvm#17947) in `packaging/test_reference.py`; shapes from data (tvm#20174)
+in `test_onnx_import.py`; weights among the inputs (tvm#7055) in `test_onnx_model.py`; data files (onnx#3559,
+onnx#3991) in `test_archives.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import tvm
+from onnx import ModelProto, TensorProto, helper
+from tvm import relax
+
+from tests.workers.conftest import Host, compile_model
+from tests.workers.models import make_model, normal, port
+from workers.packaging.reference import compare, example_inputs
+
+
+def negative_indices() -> ModelProto:
+    """tvm#19436, tvm#19531: indices from the end, known only when the model runs (the examples hold 1 and 2)."""
+    nodes = [
+        helper.make_node("Sub", ["i", "three"], ["n"]),
+        helper.make_node("GatherElements", ["x", "n"], ["elements"], axis=1),
+        helper.make_node("GatherND", ["x", "n"], ["nd"]),
+    ]
+    outputs = [port("elements", 3, 2), port("nd", 3)]
+    inputs = [port("x", 3, 3), port("i", 3, 2, dtype=TensorProto.INT64)]
+    return make_model(nodes, inputs, outputs, {"three": np.array(3)})
+
+
+def scatter_from_the_end() -> ModelProto:
+    """tvm#19531: ScatterND at index -1."""
+    node = helper.make_node("ScatterND", ["x", "i", "u"], ["y"])
+    return make_model([node], [port("x", 3, 3), port("u", 1, 3)], [port("y", 3, 3)], {"i": np.array([[-1]])})
+
+
+def shapes_from_initializers() -> ModelProto:
+    """tvm#20001, tvm#20066: ConstantOfShape and Split whose sizes are initializers."""
+    nodes = [
+        helper.make_node("ConstantOfShape", ["s"], ["c"]),
+        helper.make_node("Add", ["x", "c"], ["z"]),
+        helper.make_node("Split", ["z", "sizes"], ["a", "b"], axis=1),
+    ]
+    weights = {"s": np.array([2, 5]), "sizes": np.array([2, 3])}
+    return make_model(nodes, [port("x", 2, 5)], [port("a", 2, 2), port("b", 2, 3)], weights)
+
+
+def scalar_quantization() -> ModelProto:
+    """tvm#20126: QuantizeLinear and DequantizeLinear of a tensor without dimensions."""
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["m"], keepdims=0),
+        helper.make_node("QuantizeLinear", ["m", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("Add", ["x", "d"], ["y"]),
+    ]
+    weights = {"scale": np.array(0.05, np.float32), "zero": np.array(3, np.int8)}
+    return make_model(nodes, [port("x", 2, 3)], [port("y", 2, 3)], weights)
+
+
+def quantization_by_channel() -> ModelProto:
+    """tvm#15931: a matrix product with int8 weights that have a scale for each column."""
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "scales", "zeros"], ["d"], axis=1),
+        helper.make_node("MatMul", ["x", "d"], ["y"]),
+    ]
+    weights = {
+        "w": np.random.default_rng(0).integers(-127, 128, (8, 4)).astype(np.int8),
+        "scales": np.array([0.01, 0.02, 0.03, 0.04], np.float32),
+        "zeros": np.zeros(4, np.int8),
+    }
+    return make_model(nodes, [port("x", 2, 8)], [port("y", 2, 4)], weights)
+
+
+def constants_of_one_shape() -> ModelProto:
+    """apache/tvm-ffi#645: two convolutions whose different weights have one shape, and many small constants."""
+    nodes = [helper.make_node("Conv", ["x", "w0"], ["c0"]), helper.make_node("Conv", ["c0", "w1"], ["s0"])]
+    weights = {"w0": normal(4, 4, 1, 1, seed=1), "w1": normal(4, 4, 1, 1, seed=2)}
+    for index in range(6):
+        weights[f"k{index}"] = normal(4, 1, 1, seed=10 + index)
+        nodes.append(helper.make_node("Add" if index % 2 else "Mul", [f"s{index}", f"k{index}"], [f"s{index + 1}"]))
+    return make_model(nodes, [port("x", 1, 4, 5, 5)], [port("s6", 1, 4, 5, 5)], weights)
+
+
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+
+
+def reductions_of_opset_18() -> ModelProto:
+    """tvm#18072: two axes, given as an input, in every reduction."""
+    nodes = [helper.make_node("Exp", ["x"], ["e"])]
+    nodes += [helper.make_node(f"Reduce{name}", ["e", "axes"], [name]) for name in _REDUCTIONS]
+    outputs = [port(name, 1, 3, 1) for name in _REDUCTIONS]
+    return make_model(nodes, [port("x", 2, 3, 4)], outputs, {"axes": np.array([0, -1])}, opset=18)
+
+
+def reductions_of_opset_13() -> ModelProto:
+    """tvm#18072: as attributes, which ReduceSum alone has as an input."""
+    names = [name for name in _REDUCTIONS if name != "Sum"]
+    nodes = [helper.make_node("Exp", ["x"], ["e"])]
+    nodes += [helper.make_node(f"Reduce{name}", ["e"], [name], axes=[0, -1]) for name in names]
+    nodes.append(helper.make_node("ReduceSum", ["e", "axes"], ["Sum"]))
+    outputs = [port(name, 1, 3, 1) for name in _REDUCTIONS]
+    return make_model(nodes, [port("x", 2, 3, 4)], outputs, {"axes": np.array([0, -1])}, opset=13)
+
+
+def strange_names() -> ModelProto:
+    """Inputs and outputs whose names are no identifiers, or the same one once they are made so, keep their order."""
+    nodes = [helper.make_node("Sub", ["a.b", "a_b"], ["1/y:0"]), helper.make_node("Neg", ["é []"], ["main"])]
+    inputs = [port("é []", 2), port("a_b", 2), port("a.b", 2)]
+    return make_model(nodes, inputs, [port("main", 2), port("1/y:0", 2)])
+
+
+MODELS = [
+    negative_indices,
+    scatter_from_the_end,
+    shapes_from_initializers,
+    scalar_quantization,
+    quantization_by_channel,
+    constants_of_one_shape,
+    reductions_of_opset_18,
+    reductions_of_opset_13,
+    strange_names,
+]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_equals_onnx_runtime(make: Callable[[], ModelProto], host: Host, tmp_path: Path) -> None:
+    """The library gives what ONNX Runtime gives, in the order in which the model names its inputs and outputs."""
+    compiled = compile_model(make(), host, tmp_path)
+    examples = example_inputs(compiled.inputs, 0)
+    options = onnxruntime.SessionOptions()
+    # Otherwise ONNX Runtime rounds the activations too before it multiplies them with quantized weights.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(compiled.reference, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(compiled.untuned)), tvm.cpu())
+    result = machine["main"](*(tvm.runtime.tensor(examples[spec.name]) for spec in compiled.inputs))
+    outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
+    wrong = [entry for entry in compare(session.run(None, examples), outputs, names) if not entry["ok"]]
+    assert [(entry["output"], entry["problem"]) for entry in wrong] == []
