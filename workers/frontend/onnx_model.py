@@ -164,6 +164,8 @@ class _DataFiles:
     def __init__(self, archive: archives.Archive, folder: str, leave_out_from_bytes: int | None) -> None:
         self._members = archive.members
         self._folder = folder
+        # The model is handed from one library to the next as one message.
+        self._whole_bytes = archive.model().size_bytes
         self._leave_out_from_bytes = leave_out_from_bytes
         # Tensors may share bytes. That many may not: reading would take for ever what is short to write.
         self._left_bytes = 4 * sum(member.size_bytes for member in archive.members.values()) + (1 << 20)
@@ -202,6 +204,9 @@ class _DataFiles:
         wanted = _bytes_of(tensor)
         if length != wanted:
             raise InvalidModel(f"tensor {name} has {length} bytes of data in {location}, and needs {wanted}")
+        self._whole_bytes += length
+        if self._whole_bytes > _MOST_PROTOBUF_BYTES:
+            raise InvalidModel("the model and its weights are longer than 2 GiB together; that cannot be compiled yet")
         self._left_bytes -= length
         if self._left_bytes < 0:
             raise InvalidModel("the model's tensors share the bytes of their data files more than four times over")
