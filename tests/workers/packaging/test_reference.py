@@ -231,7 +231,8 @@ def wrong_convolution() -> ModelProto:
 
 
 def test_another_models_library(conv: Compiled, host: Host, tmp_path: Path) -> None:
-    """A library with other weights is refused, and the output is named with both differences."""
+    """A library with other weights (numbers that changed, as in tvm#17947) is refused, and the output is named with
+    both differences."""
     other = compile_model(wrong_convolution(), host, tmp_path)
     comparison = Comparison(
         str(conv.reference), {"right": str(conv.untuned), "wrong": str(other.untuned)}, conv.inputs, **QUICK
