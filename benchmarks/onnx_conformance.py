@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,13 +36,75 @@ VERDICTS: Final = (PASS, REFUSED, WRONG, CRASHED, FAILED, TIMEOUT)
 
 #: Inputs that exporters write as constants, by their names in the operators' schemas.
 _CONSTANT: Final = frozenset(
-    """
-    shape axes axis pads scales sizes roi split starts ends steps depth k K repeats ratio training_mode constant_value
-    max_output_boxes_per_class iou_threshold score_threshold min max start limit delta output_shape image_shape
-    block_shape dft_length frame_step frame_length size num_mel_bins sample_rate lower_edge_hertz upper_edge_hertz M
-    y_scale y_zero_point x_scale x_zero_point a_scale a_zero_point b_scale b_zero_point w_scale w_zero_point W R P B b
-    w mean var input_mean input_var scale bias Scale Bias values window dft_length slope sequence_lens
-    """.split()
+    [
+        "shape",
+        "axes",
+        "axis",
+        "pads",
+        "scales",
+        "sizes",
+        "roi",
+        "split",
+        "starts",
+        "ends",
+        "steps",
+        "depth",
+        "k",
+        "K",
+        "repeats",
+        "ratio",
+        "training_mode",
+        "constant_value",
+        "max_output_boxes_per_class",
+        "iou_threshold",
+        "score_threshold",
+        "min",
+        "max",
+        "start",
+        "limit",
+        "delta",
+        "output_shape",
+        "image_shape",
+        "block_shape",
+        "dft_length",
+        "frame_step",
+        "frame_length",
+        "size",
+        "num_mel_bins",
+        "sample_rate",
+        "lower_edge_hertz",
+        "upper_edge_hertz",
+        "M",
+        "y_scale",
+        "y_zero_point",
+        "x_scale",
+        "x_zero_point",
+        "a_scale",
+        "a_zero_point",
+        "b_scale",
+        "b_zero_point",
+        "w_scale",
+        "w_zero_point",
+        "W",
+        "R",
+        "P",
+        "B",
+        "b",
+        "w",
+        "mean",
+        "var",
+        "input_mean",
+        "input_var",
+        "scale",
+        "bias",
+        "Scale",
+        "Bias",
+        "values",
+        "window",
+        "dft_length",
+        "slope",
+        "sequence_lens",
+    ]
 )
 #: Where one of these names means data: `B` of a matrix product, `max` of nothing, `scale` of a mean, ….
 _DATA: Final = {
@@ -356,7 +418,9 @@ def table(results: Sequence[Result]) -> str:
     lines += ["## By operator", "", "| operator | cases | pass | refused | why |", "|---|---:|---:|---:|---|"]
     grouped: dict[str, list[Result]] = {}
     for result in results:
-        grouped.setdefault(result.operators[-1] if "sequence" in result.name else result.operators[0], []).append(result)
+        grouped.setdefault(result.operators[-1] if "sequence" in result.name else result.operators[0], []).append(
+            result
+        )
     for name in sorted(grouped):
         of_operator = grouped[name]
         refused = [result for result in of_operator if result.verdict == REFUSED]
