@@ -36,75 +36,14 @@ VERDICTS: Final = (PASS, REFUSED, WRONG, CRASHED, FAILED, TIMEOUT)
 
 #: Inputs that exporters write as constants, by their names in the operators' schemas.
 _CONSTANT: Final = frozenset(
-    [
-        "shape",
-        "axes",
-        "axis",
-        "pads",
-        "scales",
-        "sizes",
-        "roi",
-        "split",
-        "starts",
-        "ends",
-        "steps",
-        "depth",
-        "k",
-        "K",
-        "repeats",
-        "ratio",
-        "training_mode",
-        "constant_value",
-        "max_output_boxes_per_class",
-        "iou_threshold",
-        "score_threshold",
-        "min",
-        "max",
-        "start",
-        "limit",
-        "delta",
-        "output_shape",
-        "image_shape",
-        "block_shape",
-        "dft_length",
-        "frame_step",
-        "frame_length",
-        "size",
-        "num_mel_bins",
-        "sample_rate",
-        "lower_edge_hertz",
-        "upper_edge_hertz",
-        "M",
-        "y_scale",
-        "y_zero_point",
-        "x_scale",
-        "x_zero_point",
-        "a_scale",
-        "a_zero_point",
-        "b_scale",
-        "b_zero_point",
-        "w_scale",
-        "w_zero_point",
-        "W",
-        "R",
-        "P",
-        "B",
-        "b",
-        "w",
-        "mean",
-        "var",
-        "input_mean",
-        "input_var",
-        "scale",
-        "bias",
-        "Scale",
-        "Bias",
-        "values",
-        "window",
-        "dft_length",
-        "slope",
-        "sequence_lens",
-    ]
+    """
+    shape axes axis pads scales sizes roi split starts ends steps depth k K repeats ratio training_mode
+    constant_value max_output_boxes_per_class iou_threshold score_threshold min max start limit delta
+    output_shape image_shape block_shape dft_length frame_step frame_length size num_mel_bins sample_rate
+    lower_edge_hertz upper_edge_hertz M y_scale y_zero_point x_scale x_zero_point a_scale a_zero_point b_scale
+    b_zero_point w_scale w_zero_point W R P B b w mean var input_mean input_var scale bias Scale Bias values
+    window slope sequence_lens
+    """.split()  # noqa: SIM905 - a list of names reads worse
 )
 #: Where one of these names means data: `B` of a matrix product, `max` of nothing, `scale` of a mean, ….
 _DATA: Final = {
@@ -396,9 +335,10 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         "# ONNX conformance",
         "",
-        f"The operator tests of the ONNX standard (onnx {onnx.__version__}, `onnx.backend.test`, node and simple) through",
-        "import, graph pipeline and an untuned build, compared with the stored outputs at each case's own tolerance. Inputs",
-        "that exporters write as constants are initializers. Written by `python benchmarks/onnx_conformance.py`.",
+        f"The operator tests of the ONNX standard (onnx {onnx.__version__}, `onnx.backend.test`, node and simple)",
+        "through import, graph pipeline and an untuned build, compared with the stored outputs at each case's own",
+        "tolerance. Inputs that exporters write as constants are initializers. Written by",
+        "`python benchmarks/onnx_conformance.py`.",
         "",
         "| verdict | cases |",
         "|---|---:|",
@@ -429,6 +369,12 @@ def table(results: Sequence[Result]) -> str:
         why = "; ".join(reason for reason, _ in reasons.most_common(2))
         lines.append(f"| {name} | {len(of_operator)} | {passed} | {len(refused)} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+def _subject(result: Result) -> str:
+    """The operator that a case is about: of a model in which it is written as others, the one in its name."""
+    plain = result.name.replace("_", "").lower()
+    return max((o for o in result.operators if o.lower() in plain), key=len, default=result.operators[0])
 
 
 def _reason(result: Result) -> str:

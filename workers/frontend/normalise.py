@@ -188,16 +188,19 @@ def conv_transpose(graph: Graph, node: NodeProto) -> bool:
     spatial = len(x) - 2
     wanted = given.pop("output_shape")[-spatial:]
     strides, dilations = given.get("strides", [1] * spatial), given.get("dilations", [1] * spatial)
-    extra = given.get("output_padding", [0] * spatial)
+    extra = list(given.pop("output_padding", [0] * spatial))
     upper = given.pop("auto_pad", b"NOTSET") == b"SAME_UPPER"
     begin, end = [], []
     for i in range(spatial):
         total = strides[i] * (x[2 + i] - 1) + extra[i] + (w[2 + i] - 1) * dilations[i] + 1 - wanted[i]
         if total < 0:
-            raise graph.refuse(node, "its output_shape is larger than what it computes; use output_padding instead")
+            # More than is computed: the rest is padding at the end, of less than one step.
+            if extra[i] - total >= strides[i]:
+                raise graph.refuse(node, "its output_shape is larger than what it computes")
+            extra[i], total = extra[i] - total, 0
         begin.append(total // 2 if upper else total - total // 2)
         end.append(total - begin[-1])
-    graph.op("ConvTranspose", list(node.input), node.output[0], **{**given, "pads": begin + end})
+    graph.op("ConvTranspose", list(node.input), node.output[0], **given, pads=begin + end, output_padding=extra)
     return True
 
 
@@ -258,7 +261,6 @@ def one_hot(graph: Graph, node: NodeProto) -> bool:
     index = graph.cast(node.input[0], TensorProto.INT64)
     negative = graph.op("Less", [index, graph.constant(np.asarray(0, np.int64))])
     index = graph.op("Where", [negative, graph.op("Add", [index, graph.constant(np.asarray(size, np.int64))]), index])
-    graph.cast(index, TensorProto.INT64)
     wide = graph.constant(np.asarray([*shape[:axis], 1, *shape[axis:]], np.int64))
     places = np.arange(size, dtype=np.int64).reshape([size if i == axis else 1 for i in range(len(shape) + 1)])
     hit = graph.op("Equal", [graph.op("Reshape", [index, wide]), graph.constant(places)])
@@ -277,7 +279,7 @@ def eye_like(graph: Graph, node: NodeProto) -> bool:
     if shape is None:
         return False
     given = graph.attributes(node)
-    eye = np.eye(*shape, k=given.get("k", 0)).astype(graph.numpy_dtype(node.output[0]))
+    eye = np.eye(shape[0], shape[1], k=given.get("k", 0)).astype(graph.numpy_dtype(node.output[0]))
     graph.op("Identity", [graph.constant(eye)], node.output[0])
     return True
 
@@ -301,6 +303,16 @@ def max_pool(graph: Graph, node: NodeProto) -> bool:
     return False
 
 
+def sequence_position(graph: Graph, node: NodeProto) -> bool:
+    """The importer counts from the begin, whatever the sign."""
+    position = 1 if node.op_type == "SequenceErase" else 2
+    if graph.input(node, position):
+        value = graph.value(node, position)
+        if value is None or int(value) < 0:
+            raise graph.refuse(node, "its position is negative or depends on the data; count from the begin instead")
+    return False
+
+
 REWRITES: Final[Mapping[str, Rewrite]] = {
     "BatchNormalization": batch_normalization,
     "BitShift": bit_shift,
@@ -318,6 +330,8 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "ReduceMax": reduce_bool,
     "ReduceMin": reduce_bool,
     "Resize": resize,
+    "SequenceErase": sequence_position,
+    "SequenceInsert": sequence_position,
     "Shape": shape_of,
     "Size": shape_of,
     "Softplus": softplus,

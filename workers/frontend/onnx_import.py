@@ -11,7 +11,7 @@ import onnx
 import onnx.inliner
 import onnxruntime
 import tvm
-from onnx import ModelProto, helper
+from onnx import FunctionProto, ModelProto, TypeProto, helper
 
 from tuning_db.errors import ImportFailed, UnsupportedOperator
 from tuning_db.keys import TensorSpec
@@ -67,11 +67,48 @@ def inline_functions(model: ModelProto) -> ModelProto:
         and node.op_type not in SUPPORTED
         and onnx_model.has_function_body(node.op_type, opset)
     }
-    if not missing:
-        return model
-    return onnx.inliner.inline_selected_functions(
-        model, [("", name) for name in sorted(missing)], exclude=False, inline_schema_functions=True
-    )
+    for name in sorted(missing):
+        model = _inline_standard(model, name)
+    return model
+
+
+def _inline_standard(model: ModelProto, name: str) -> ModelProto:
+    """Every node of the standard operator `name` replaced by its body."""
+    if all(all(node.input) for node in model.graph.node if node.op_type == name):
+        return onnx.inliner.inline_selected_functions(model, [("", name)], exclude=False, inline_schema_functions=True)
+    # The inliner fails where a body depends on types and an optional input before the last is absent.
+    opset = onnx_model.opset_of(model)
+    schema = onnx.defs.get_schema(name, max_inclusive_version=opset)
+    types = {
+        value.name: value.type.SerializeToString()
+        for value in (*model.graph.input, *model.graph.value_info, *model.graph.output)
+    }
+    for index, node in enumerate(model.graph.node):
+        if node.op_type != name or node.domain not in ("", "ai.onnx"):
+            continue
+        absent = TypeProto().SerializeToString()
+        try:
+            body = schema.get_context_dependent_function_with_opset_version(
+                max(schema.context_dependent_function_opset_versions),
+                node.SerializeToString(),
+                [types[used] if used else absent for used in node.input],
+            )
+        except Exception as error:  # builders raise what they like
+            raise UnsupportedOperator(
+                f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled: its body in "
+                f"the standard cannot be made for these inputs: {_last_line(error)}",
+                operator=name,
+                node=node.name or node.output[0],
+                opset=opset,
+            ) from error
+        function = FunctionProto.FromString(body)
+        function.domain, function.name = "tunery.body", f"{name}_{index}"
+        if not function.opset_import:
+            function.opset_import.add(domain="", version=opset)
+        model.functions.append(function)
+        node.domain, node.op_type = function.domain, function.name
+    model.opset_import.add(domain="tunery.body", version=1)
+    return onnx.inliner.inline_local_functions(model)
 
 
 def _with_types_of_constants(model: ModelProto) -> ModelProto:

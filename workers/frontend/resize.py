@@ -85,13 +85,12 @@ def _axes(
         ratios = [int(size) / shape[axis] for axis, size in zip(axes, sizes, strict=True)]
         ratio = min(ratios) if policy == "not_larger" else max(ratios)
         scales = [ratio] * len(axes)
-        sizes = [int(math.floor(ratio * shape[axis] + 0.5)) for axis in axes]
+        sizes = [math.floor(ratio * shape[axis] + 0.5) for axis in axes]
     for index, axis in enumerate(axes):
         size = shape[axis]
         start, end = float(roi[index]), float(roi[index + len(axes)])
-        out = int(sizes[index]) if sizes is not None else int(math.floor(size * float(scales[index])))
+        out = int(sizes[index]) if sizes is not None else math.floor(size * float(scales[index]))
         scale = float(scales[index]) if scales is not None else out / size
-        # The size for the region alone is told by the scale times its part of the axis.
         plan.append(_Axis(axis, size, scale, out, (start, end)))
     return plan
 
@@ -126,7 +125,7 @@ def _write(
             weight = None
         else:
             index, weight = _taps(x, axis, mode, given)
-        if coordinates == "tf_crop_and_resize":
+        if crops:
             beyond.append((axis.axis, (x < 0) | (x > axis.size - 1)))
         result = _gather(graph, result, axis.axis, index, weight, len(graph.shape(node.input[0]) or ()))
     for axis_number, outside in beyond:
@@ -135,7 +134,6 @@ def _write(
             shape[axis_number] = outside.size
             value = graph.scalar(given.get("extrapolation_value", 0.0), node.input[0])
             result = graph.op("Where", [graph.constant(outside.reshape(shape)), value, result])
-            graph.cast(result, graph.dtype(node.input[0]))
     graph.op("Identity", [result], node.output[0])
 
 
