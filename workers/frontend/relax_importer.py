@@ -21,10 +21,9 @@ def _extremum(largest: bool) -> Any:
     """ReduceMax or ReduceMin of floats. TVM's own begin at the largest finite number, and so lose a row of infinities
     alone, as masks of attention have them."""
     combine = tvm.tirx.max if largest else tvm.tirx.min
+    identity = -math.inf if largest else math.inf
     reducer = te.comm_reducer(
-        lambda x, y: combine(x, y),
-        lambda dtype: tvm.tirx.const(-math.inf if largest else math.inf, dtype),
-        name="extremum",
+        lambda x, y: combine(x, y), lambda dtype: tvm.tirx.const(identity, dtype), name="extremum"
     )
 
     def convert(builder: relax.BlockBuilder, inputs: list[Any], attrs: dict[str, Any]) -> Any:

@@ -111,9 +111,8 @@ def _write(
     graph: Graph, node: NodeProto, plan: list[_Axis], mode: str, coordinates: str, rounding: str, given: dict[str, Any]
 ) -> None:
     result = node.input[0]
-    changed = [
-        axis for axis in plan if axis.out != axis.size or axis.scale != 1.0 or coordinates == "tf_crop_and_resize"
-    ]
+    crops = coordinates == "tf_crop_and_resize"
+    changed = [axis for axis in plan if axis.out != axis.size or axis.scale != 1.0 or crops]
     if mode != "nearest" and graph.dtype(result) not in FLOATS:
         raise graph.refuse(node, f"mode {mode} of integers is not done; cast to float before and back after it")
     rounding = rounding or given.get("nearest_mode", b"round_prefer_floor").decode()
