@@ -96,7 +96,7 @@ def _inline_standard(model: ModelProto, name: str) -> ModelProto:
         except Exception as error:  # builders raise what they like
             raise UnsupportedOperator(
                 f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled: its body "
-                f"in the standard cannot be made for these inputs: {_last_line(error)}",
+                f"in the standard cannot be made for these inputs: {last_line(error)}",
                 operator=name,
                 node=node.name or node.output[0],
                 opset=opset,
