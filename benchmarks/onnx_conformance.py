@@ -209,6 +209,7 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
     from workers.frontend import onnx_model
     from workers.frontend.onnx_import import import_onnx
     from workers.graph import pipeline
+    from workers.graph.memory import PlaceIntermediates
 
     def answer(verdict: str, detail: str = "", operator: str | None = None) -> dict[str, Any]:
         return {"verdict": verdict, "detail": detail[:300], "refused_operator": operator}
@@ -232,7 +233,7 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
     try:
         with target, pipeline.pass_context():
             lowered = pipeline.lower_operators()(pipeline.simplify()(imported.module))
-            executable = relax.build(lowered, target, relax_pipeline=pipeline.lower_to_vm())
+            executable = relax.build(lowered, target, relax_pipeline=pipeline.lower_to_vm(PlaceIntermediates()))
         machine = relax.VirtualMachine(executable, tvm.cpu())
     except Exception as error:
         return answer(FAILED, f"build: {type(error).__name__}: {_last_line(error)}")
