@@ -108,6 +108,8 @@ class _Placement:
             shape = _allocated(value)
             if shape is not None:
                 tensor = _Tensor(binding.var, shape, str(binding.var.ty.dtype), index, len(self._bindings), index)
+                # Kernels take a scalar at the begin of its storage alone.
+                tensor.escapes = not shape
                 self._tensors[binding.var] = tensor
                 self._behind[binding.var] = {len(self._order)}
                 self._order.append(tensor)

@@ -13,9 +13,12 @@ STANDARD = frozenset(schema.name for schema in onnx.defs.get_all_schemas_with_hi
 
 
 def test_table_is_what_the_importer_converts() -> None:
-    """The table holds the standard operators that the installed TVM converts, and no other."""
+    """The table holds the standard operators that the installed TVM converts, and no other.
+
+    Its `Attention` is Microsoft's.
+    """
     converted = {name for name, converter in onnx_frontend._get_convert_map().items() if converter is not None}
-    assert converted & STANDARD == SUPPORTED
+    assert (converted & STANDARD) - {"Attention"} == SUPPORTED
 
 
 def test_operator_sets() -> None:

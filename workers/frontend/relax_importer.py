@@ -1,0 +1,91 @@
+"""TVM's ONNX importer with converters of our own before its own, made to say which node it could not convert."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import tvm
+from onnx import ModelProto
+from tvm import relax, te
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+from tuning_db.errors import UnsupportedOperator
+from workers.frontend import onnx_model
+
+
+def _extremum(largest: bool) -> Any:
+    """ReduceMax or ReduceMin of floats. TVM's own begin at the largest finite number, and so lose a row of infinities
+    alone, as masks of attention have them."""
+    combine = tvm.tirx.max if largest else tvm.tirx.min
+    identity = -math.inf if largest else math.inf
+    reducer = te.comm_reducer(
+        lambda x, y: combine(x, y), lambda dtype: tvm.tirx.const(identity, dtype), name="extremum"
+    )
+
+    def convert(builder: relax.BlockBuilder, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+        data = inputs[0]
+        given = inputs[1] if len(inputs) > 1 else None
+        if "float" not in str(data.ty.dtype) or (given is not None and not isinstance(given, tvm.ir.GenericConst)):
+            return None
+        rank = len(data.ty.shape.values)
+        axes = attrs.get("axes", ()) if given is None else given.value.numpy().tolist()
+        if not axes and attrs.get("noop_with_empty_axes", 0):
+            return data
+        reduced = sorted({axis % rank for axis in axes} or range(rank))
+        keep = bool(attrs.get("keepdims", 1))
+
+        def compute(x: Any) -> Any:
+            over = {axis: te.reduce_axis((0, x.shape[axis]), name=f"k{axis}") for axis in reduced}
+            shape = [1 if i in over else x.shape[i] for i in range(rank) if keep or i not in over]
+
+            def element(*index: Any) -> Any:
+                place = iter(index)
+                kept = [next(place) if keep or i not in over else 0 for i in range(rank)]
+                position = [over[i].var if i in over else kept[i] for i in range(rank)]
+                return reducer(x(*position), axis=list(over.values()))
+
+            return te.compute(shape, element, name="reduce_extremum")
+
+        return builder.emit_te(compute, data)
+
+    return convert
+
+
+#: Converters in the place of TVM's; None from one leaves the node to TVM's.
+_CONVERTERS: Final[Mapping[str, Callable[[Any, list[Any], dict[str, Any]], Any]]] = {
+    "ReduceMax": _extremum(True),
+    "ReduceMin": _extremum(False),
+}
+
+
+class _Importer(ONNXGraphImporter):  # type: ignore[misc]  # TVM publishes no types
+    def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
+        # An absent name is empty; a converter may take the attributes apart.
+        node = str(attrs["tvm_custom"]["name"]) or op_name
+        try:
+            if op_name in _CONVERTERS:
+                converted = _CONVERTERS[op_name](self.bb, inputs, attrs)
+                if converted is not None:
+                    return self.bb.normalize(converted)
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:  # every converter raises its own
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise UnsupportedOperator(
+                f"operator {op_name} (node {node!r}, opset {opset}) cannot be compiled as it is used here: "
+                f"{type(error).__name__}: {lines[-1][:200] if lines else 'no reason given'}",
+                operator=op_name,
+                node=node,
+                opset=opset,
+            ) from error
+
+
+def to_relax(model: ModelProto) -> tvm.ir.IRModule:
+    """The module, constants in it. UnsupportedOperator names the node that TVM could not convert."""
+    opset = onnx_model.opset_of(model)
+    importer = _Importer({}, "float32")
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the inputs of a node that it cannot convert
+        return importer.from_onnx(model.graph, opset)

@@ -1,0 +1,139 @@
+"""What a rewrite of an ONNX graph needs: types, shapes and constants by name, and new nodes in the place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tuning_db.errors import UnsupportedOperator
+from workers.frontend import onnx_model
+
+#: Returns whether it wrote the node anew, with `Graph.op` and the node's own output names; if not, the node stays.
+Rewrite = Callable[["Graph", NodeProto], bool]
+
+
+class Graph:
+    """A model whose nodes are written anew, one after the other."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.opset = onnx_model.opset_of(model)
+        self.outputs = {value.name for value in model.graph.output}
+        self._model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        self._nodes: list[NodeProto] = []
+        self._fresh = 0
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._types: dict[str, tuple[int, tuple[int, ...] | None]] = {}
+        graph = self._model.graph
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            tensor = value.type.tensor_type
+            known = tensor.HasField("shape") and all(d.HasField("dim_value") for d in tensor.shape.dim)
+            shape = tuple(d.dim_value for d in tensor.shape.dim) if known else None
+            self._types[value.name] = (tensor.elem_type, shape)
+        for name, stored in self._constants.items():
+            self._types[name] = (stored.data_type, tuple(stored.dims))
+
+    def rewrite(self, rewrites: Mapping[str, Rewrite]) -> ModelProto:
+        """The model with every node that has a rewrite written anew where that wishes to."""
+        used = {name for node in self._model.graph.node for name in node.input} | self.outputs
+        for node in self._model.graph.node:
+            for index, name in enumerate(node.output):
+                if name not in used:
+                    node.output[index] = ""
+            while node.output and not node.output[-1]:
+                node.output.pop()
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+                self._constants[node.output[0]] = node.attribute[0].t
+                self._types[node.output[0]] = (node.attribute[0].t.data_type, tuple(node.attribute[0].t.dims))
+            change = rewrites.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+            if not node.output:
+                continue
+            if change is None or not change(self, node):
+                self._nodes.append(node)
+        model = self._model
+        del model.graph.node[:]
+        model.graph.node.extend(self._nodes)
+        return model
+
+    def value(self, node: NodeProto, index: int) -> NDArray[Any] | None:
+        """The constant that an input is, None if it is absent or computed."""
+        tensor = self._constants.get(self.input(node, index))
+        return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
+
+    @staticmethod
+    def input(node: NodeProto, index: int) -> str:
+        """The name of an input, empty if it is absent."""
+        return str(node.input[index]) if index < len(node.input) else ""
+
+    @staticmethod
+    def used(node: NodeProto, index: int) -> str:
+        """The name of an output, empty if nobody reads it."""
+        return str(node.output[index]) if index < len(node.output) else ""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._types.get(name, (0, None))[1]
+
+    def dtype(self, name: str) -> int:
+        """A number of TensorProto.DataType, 0 if it is not known."""
+        return self._types.get(name, (0, None))[0]
+
+    def numpy_dtype(self, name: str) -> Any:
+        return helper.tensor_dtype_to_np_dtype(self.dtype(name))
+
+    def attributes(self, node: NodeProto) -> dict[str, Any]:
+        return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+    def constant(self, array: NDArray[Any] | np.generic, name: str = "") -> str:
+        """A new initializer."""
+        name = name or self._name()
+        tensor = numpy_helper.from_array(np.ascontiguousarray(array).reshape(np.shape(array)), name)
+        self._model.graph.initializer.append(tensor)
+        self._constants[name] = tensor
+        self._types[name] = (tensor.data_type, tuple(tensor.dims))
+        return name
+
+    def scalar(self, number: float, like: str) -> str:
+        """A constant of rank 0 with the element type of the tensor `like`."""
+        return self.constant(np.asarray(number, self.numpy_dtype(like)))
+
+    def op(self, op_type: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
+        """Append a node with one output. Its shape is not known to later rewrites; its type is the first input's."""
+        output = output or self._name()
+        self._nodes.append(helper.make_node(op_type, list(inputs), [output], name=f"{output}/{op_type}", **attributes))
+        if output not in self._types and inputs:
+            self._types[output] = (self.dtype(inputs[0]), None)
+        return output
+
+    def cast(self, name: str, to: int, output: str = "") -> str:
+        if self.dtype(name) == to and not output:
+            return name
+        result = self.op("Cast", [name], output, to=to)
+        self._types[result] = (to, self.shape(name))
+        return result
+
+    def reduce_mean(self, name: str, axes: Sequence[int], output: str = "") -> str:
+        """Over `axes`, which stay with size 1."""
+        if self.opset < 18:
+            return self.op("ReduceMean", [name], output, axes=list(axes), keepdims=1)
+        return self.op("ReduceMean", [name, self.constant(np.asarray(axes, np.int64))], output, keepdims=1)
+
+    def refuse(self, node: NodeProto, why: str) -> UnsupportedOperator:
+        """The error to raise for a node; `why` says what of it is not done and what to do."""
+        name = node.name or node.output[0]
+        return UnsupportedOperator(
+            f"operator {node.op_type} (node {name!r}, opset {self.opset}) cannot be compiled: {why}",
+            operator=node.op_type,
+            node=name,
+            opset=self.opset,
+        )
+
+    def _name(self) -> str:
+        self._fresh += 1
+        return f"tunery/{self._fresh}"
+
+
+FLOATS = (TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE)
