@@ -116,7 +116,31 @@ def strange_names() -> ModelProto:
     return make_model(nodes, inputs, [port("main", 2), port("1/y:0", 2)])
 
 
+def resize_by_fractions() -> ModelProto:
+    """tvm#19570: Resize by 2.5 of half pixels takes the pixels that the standard says."""
+    nodes = [
+        helper.make_node("Resize", ["x", "", "scales"], [mode], mode=mode, coordinate_transformation_mode="half_pixel")
+        for mode in ("nearest", "linear")
+    ]
+    weights = {"scales": np.array([1, 1, 2.5, 2.5], np.float32)}
+    return make_model(
+        nodes, [port("x", 1, 1, 3, 3)], [port(mode, 1, 1, 7, 7) for mode in ("nearest", "linear")], weights
+    )
+
+
+def one_hot_from_the_end() -> ModelProto:
+    """tvm#20217, tvm#19436: OneHot of indices from the end, in the type of its values."""
+    nodes = [
+        helper.make_node("Sub", ["i", "three"], ["n"]),
+        helper.make_node("OneHot", ["n", "depth", "values"], ["y"]),
+    ]
+    weights = {"three": np.array(3), "depth": np.array(4), "values": np.array([0.5, 2], np.float32)}
+    return make_model(nodes, [port("i", 5, dtype=TensorProto.INT64)], [port("y", 5, 4)], weights)
+
+
 MODELS = [
+    resize_by_fractions,
+    one_hot_from_the_end,
     negative_indices,
     scatter_from_the_end,
     shapes_from_initializers,
