@@ -68,7 +68,7 @@ from workers.graph.operators import Model
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement, Operator
 from workers.search.forkserver import ForkServer
-from workers.search.intrinsics import use_only
+from workers.search.intrinsics import preload, use_only
 from workers.search.lanes import LocalBuilder, LocalRunner
 from workers.search.records import Records
 from workers.search.scheduler import Scheduler
@@ -707,7 +707,7 @@ def run_all(options: argparse.Namespace, results: Results) -> None:
     known_roof = measure_roof(identity, target_json)
     with (
         tempfile.TemporaryDirectory(prefix="tunery-quality-") as scratch,
-        ForkServer(forked_steps.preload(intrinsics_of(identity))) as server,
+        ForkServer(preload(intrinsics_of(identity))) as server,
         LocalBuilder(server, target_json, workers=identity.cores) as builder,
     ):
         folder = Path(scratch)

@@ -30,7 +30,7 @@ from workers.devices import local_cpu
 from workers.search import forked_steps
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer
-from workers.search.intrinsics import use_only
+from workers.search.intrinsics import preload, use_only
 from workers.search.lanes import LocalBuilder, LocalRunner
 from workers.search.space import Space
 
@@ -87,7 +87,7 @@ def main() -> int:
     good = {"ours": 0, "stock": 0}
     rows = []
     with (
-        ForkServer(forked_steps.preload(intrinsics)) as server,
+        ForkServer(preload(intrinsics)) as server,
         LocalBuilder(server, target_json, workers=cores) as own,
     ):
         runner = LocalRunner(server, measurement)

@@ -44,6 +44,7 @@ from tuning_db.store import TuningStore
 from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
 from workers.search.forkserver import ForkServer, ServerDied
+from workers.search.intrinsics import preload
 from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
 
@@ -107,8 +108,13 @@ class Attempt:
 
     def run(self) -> None:
         """Raises TuningFailed or InvalidRequest when the job cannot be done, StaleAttempt when it is no longer ours."""
-        self._check_toolchain()
-        # TVM is imported here and not above: what refuses a job early does so without waiting for it.
+        intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
+        # The server imports TVM, and so does this process: both at once.
+        with ForkServer(preload(intrinsics)) as server:
+            self._check_toolchain()
+            self._run(server)
+
+    def _run(self, server: ForkServer) -> None:
         import tvm
 
         from workers.devices.local_cpu import cpu_of
@@ -116,13 +122,11 @@ class Attempt:
         from workers.graph import pipeline
         from workers.graph.operators import Model
         from workers.packaging import library
-        from workers.search import forked_steps
         from workers.search.records import Records
 
         target = tvm.target.Target(json.loads(self.key.target))
         cpu = cpu_of(self.key.device)
-        intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
-        with ForkServer(forked_steps.preload(intrinsics)) as server:
+        with server:  # closed before the library is timed
             self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
             stored = self.store.model(self.key.model)
             imported = import_onnx(self.blobs.path_verified(stored.blob), self.key.inputs, self.scratch)

@@ -22,7 +22,7 @@ from workers.frontend import onnx_model
 from workers.frontend.onnx_import import Imported, import_onnx
 from workers.graph import pipeline, tasks
 from workers.packaging import library
-from workers.search import forked_steps, intrinsics
+from workers.search import intrinsics
 from workers.search.forkserver import ForkServer
 from workers.search.templates.knobs import Cpu
 
@@ -69,7 +69,7 @@ def host() -> Host:
 @pytest.fixture(scope="session")
 def server(host: Host) -> Iterator[ForkServer]:
     """A fork server that is ready to build, measure and propose."""
-    with ForkServer(forked_steps.preload(host.intrinsics)) as server:
+    with ForkServer(intrinsics.preload(host.intrinsics)) as server:
         yield server
 
 

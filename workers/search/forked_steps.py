@@ -30,8 +30,6 @@ from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.knobs import Config, Cpu, Template
 
-#: Weights are read from here: more than the last cache of a CPU holds.
-_POOL_BYTES: Final = 128 << 20
 _pool = np.empty(0, dtype=np.float32)
 #: Numbers in a cache line: TVM takes no tensor that begins within one.
 _LINE: Final = 16
@@ -41,11 +39,6 @@ MAX_COPIES: Final = 512
 _AGREEMENT: Final = 1.05
 #: How many times the samples wanted are taken at most to find some that agree.
 _EXTRA: Final = 3
-
-
-def preload(intrinsics: str) -> tuple[str, ...]:
-    """What a fork server needs for these steps, on a device whose tensor intrinsics are in module `intrinsics`."""
-    return (f"workers.search.intrinsics:use_only:{intrinsics}", f"{__name__}:fill_pool:{_POOL_BYTES}")
 
 
 def fill_pool(size: str) -> None:

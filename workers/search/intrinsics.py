@@ -10,8 +10,20 @@ import importlib
 import sys
 import types
 from pathlib import Path
+from typing import Final
 
-_NAME = "tvm.s_tir.tensor_intrin"
+_NAME: Final = "tvm.s_tir.tensor_intrin"
+#: Weights are read from here: more than the last cache of a CPU holds.
+POOL_BYTES: Final = 128 << 20
+
+
+def preload(module: str) -> tuple[str, ...]:
+    """What a fork server needs for the steps of a search, on a device whose tensor intrinsics are in `module`.
+
+    Here and not beside the steps, so that a server can be started before TVM is imported: both take seconds, and go on
+    at once.
+    """
+    return (f"{__name__}:use_only:{module}", f"workers.search.forked_steps:fill_pool:{POOL_BYTES}")
 
 
 def use_only(module: str) -> None:

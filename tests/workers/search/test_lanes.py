@@ -15,7 +15,7 @@ import pytest
 from tests.workers.conftest import Host
 from tests.workers.search.samples import CPU, double, matmul
 from tuning_db.trials import Failed, FailureKind, Measured
-from workers.search import forked_steps
+from workers.search import forked_steps, intrinsics
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer, ServerDied
 from workers.search.lanes import LocalBuilder, LocalRunner
@@ -87,7 +87,7 @@ def test_build_that_takes_too_long(server: ForkServer, host: Host, candidates: l
 def test_server_that_dies(host: Host, candidates: list[Candidate]) -> None:
     """A candidate whose fork server was killed is built, and measured, by a new one: it has not failed."""
     with (
-        ForkServer(forked_steps.preload(host.intrinsics)) as server,
+        ForkServer(intrinsics.preload(host.intrinsics)) as server,
         LocalBuilder(server, host.target_json, workers=2, timeout_s=120) as builder,
     ):
         os.kill(server.pid, signal.SIGKILL)
