@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,11 @@ def test_sentences_are_not_cut(service: Service, model: str, batch: int) -> None
 def test_ctrl_c_while_waiting_is_130(service: Service, model: str, batch: int) -> None:
     """Who stops waiting is told that the job runs on, and how to see or end it."""
     command = [sys.executable, "-m", "service.cli", "submit", model, "--input", f"x={batch},4", "--url", service.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests in the background of a shell ignore it, and what they start would inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         assert process.stderr is not None
         assert process.stderr.readline().startswith("queued: job ")
         process.send_signal(signal.SIGINT)
