@@ -210,6 +210,7 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
     from workers.frontend.onnx_import import import_onnx
     from workers.graph import pipeline
     from workers.graph.memory import PlaceIntermediates
+    from workers.said import last_line
 
     def answer(verdict: str, detail: str = "", operator: str | None = None) -> dict[str, Any]:
         return {"verdict": verdict, "detail": detail[:300], "refused_operator": operator}
@@ -229,29 +230,24 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
         except (InvalidRequest, TuningFailed, TuneryError) as error:
             return answer(REFUSED, f"{type(error).__name__}: {error}")
         except Exception as error:
-            return answer(FAILED, f"import: {type(error).__name__}: {_last_line(error)}")
+            return answer(FAILED, f"import: {type(error).__name__}: {last_line(error)[:250]}")
     try:
         with target, pipeline.pass_context():
             lowered = pipeline.lower_operators()(pipeline.simplify()(imported.module))
             executable = relax.build(lowered, target, relax_pipeline=pipeline.lower_to_vm(PlaceIntermediates()))
         machine = relax.VirtualMachine(executable, tvm.cpu())
     except Exception as error:
-        return answer(FAILED, f"build: {type(error).__name__}: {_last_line(error)}")
+        return answer(FAILED, f"build: {type(error).__name__}: {last_line(error)[:250]}")
     for inputs, outputs in sets:
         try:
             result = machine["main"](*(tvm.runtime.tensor(inputs[port.name]) for port in ports))
             got = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
         except Exception as error:
-            return answer(FAILED, f"run: {type(error).__name__}: {_last_line(error)}")
+            return answer(FAILED, f"run: {type(error).__name__}: {last_line(error)[:250]}")
         wrong = differs(outputs, got, case.rtol, case.atol)
         if wrong is not None:
             return answer(WRONG, wrong)
     return answer(PASS)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:250]
 
 
 def _run_one(case: Case, target_json: str, with_runtime: bool, answers: Connection) -> None:

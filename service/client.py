@@ -450,8 +450,7 @@ class JobHandle:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         failures = 0
         while True:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout(
                     f"job {self.id} is {self.state} after {timeout_s:g} s; wait longer: tunery wait {self.id}"
                 )

@@ -112,21 +112,17 @@ class Attempt:
         # The server imports TVM, and so does this process: both at once.
         with ForkServer(preload(intrinsics)) as server:
             self._check_toolchain()
-            self._run(server)
+            import tvm
 
-    def _run(self, server: ForkServer) -> None:
-        import tvm
+            from workers.devices.local_cpu import cpu_of
+            from workers.frontend.onnx_import import import_onnx
+            from workers.graph import pipeline
+            from workers.graph.operators import Model
+            from workers.packaging import library
+            from workers.search.records import Records
 
-        from workers.devices.local_cpu import cpu_of
-        from workers.frontend.onnx_import import import_onnx
-        from workers.graph import pipeline
-        from workers.graph.operators import Model
-        from workers.packaging import library
-        from workers.search.records import Records
-
-        target = tvm.target.Target(json.loads(self.key.target))
-        cpu = cpu_of(self.key.device)
-        with server:  # closed before the library is timed
+            target = tvm.target.Target(json.loads(self.key.target))
+            cpu = cpu_of(self.key.device)
             self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
             stored = self.store.model(self.key.model)
             imported = import_onnx(self.blobs.path_verified(stored.blob), self.key.inputs, self.scratch)
@@ -138,7 +134,8 @@ class Attempt:
                 simplified = pipeline.simplify()(imported.module)
                 untuned_module = pipeline.lower_operators()(simplified)
             untuned = self.scratch / "untuned.so"
-            untuned_plan = library.compile_library(untuned_module, target, untuned)
+            libraries = {"untuned": str(untuned)}
+            plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
             records = Records(self.store, self.claim, self.key.record_scope())
             model = Model(simplified, target, cpu.lanes, self.key.options.winograd)
             operators = model.extract(records.adopt)
@@ -147,11 +144,10 @@ class Attempt:
             self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
             outcome = self._search(server, cpu, operators, records)
             self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
-            libraries, plans = {"untuned": str(untuned)}, {str(untuned): untuned_plan}
             for label, choices in outcome.candidates():
-                libraries[label] = str(self.scratch / f"{label}.so")
-                plan = library.compile_library(model.assemble(choices), target, Path(libraries[label]))
-                plans[libraries[label]] = plan
+                path = self.scratch / f"{label}.so"
+                libraries[label] = str(path)
+                plans[str(path)] = library.compile_library(model.assemble(choices), target, path)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         verdict = self._compare(reference, libraries, cpu.threads)

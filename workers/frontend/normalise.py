@@ -34,7 +34,7 @@ def dropout(graph: Graph, node: NodeProto) -> bool:
         shape = graph.shape(node.input[0])
         if shape is None:
             raise graph.refuse(node, "the shape of its mask depends on the data; remove the mask")
-        graph.op("Identity", [graph.constant(np.ones(shape, graph.numpy_dtype(mask)))], mask)
+        graph.answer(np.ones(shape, graph.numpy_dtype(mask)), mask)
     return True
 
 
@@ -118,7 +118,7 @@ def is_inf(graph: Graph, node: NodeProto) -> bool:
         shape = graph.shape(x)
         if shape is None:
             raise graph.refuse(node, "it detects nothing, and the shape of its input is not known")
-        graph.op("Identity", [graph.constant(np.zeros(shape, bool))], node.output[0])
+        graph.answer(np.zeros(shape, bool), node.output[0])
         return True
     sign = graph.op("Greater" if positive else "Less", [x, graph.scalar(0, x)])
     graph.op("And", [graph.op("IsInf", [x]), sign], node.output[0])
@@ -280,7 +280,7 @@ def eye_like(graph: Graph, node: NodeProto) -> bool:
         return False
     given = graph.attributes(node)
     eye = np.eye(shape[0], shape[1], k=given.get("k", 0)).astype(graph.numpy_dtype(node.output[0]))
-    graph.op("Identity", [graph.constant(eye)], node.output[0])
+    graph.answer(eye, node.output[0])
     return True
 
 
@@ -292,7 +292,7 @@ def shape_of(graph: Graph, node: NodeProto) -> bool:
     given = graph.attributes(node)
     part = shape[given.get("start", 0) : given.get("end", len(shape))]
     value = np.asarray(math.prod(shape) if node.op_type == "Size" else part, np.int64)
-    graph.op("Identity", [graph.constant(value)], node.output[0])
+    graph.answer(value, node.output[0])
     return True
 
 

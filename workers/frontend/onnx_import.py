@@ -41,7 +41,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     bound = ModelProto()
     bound.CopyFrom(model)
     folded = fold(inline_functions(model), scratch)
-    static_outputs(folded)
+    outputs = static_outputs(folded)
     normalised = sum_to_add(normalise(folded))
     onnx_model.check_operators(normalised, folded=True)
     try:
@@ -53,7 +53,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
         raise
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
-    return Imported(module, bound, static_outputs(normalised), len(model.graph.node), len(normalised.graph.node))
+    return Imported(module, bound, outputs, len(model.graph.node), len(normalised.graph.node))
 
 
 def inline_functions(model: ModelProto) -> ModelProto:
@@ -94,13 +94,8 @@ def _inline_standard(model: ModelProto, name: str) -> ModelProto:
                 [types[used] if used else absent for used in node.input],
             )
         except Exception as error:  # builders raise what they like
-            raise UnsupportedOperator(
-                f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled: its body "
-                f"in the standard cannot be made for these inputs: {last_line(error)}",
-                operator=name,
-                node=node.name or node.output[0],
-                opset=opset,
-            ) from error
+            why = f": its body in the standard cannot be made for these inputs: {last_line(error)}"
+            raise onnx_model.unsupported(name, onnx_model.name_of(node), opset, why) from error
         function = FunctionProto.FromString(body)
         function.domain, function.name = "tunery.body", f"{name}_{index}"
         if not function.opset_import:

@@ -277,6 +277,17 @@ def model_digest(model: ModelProto) -> str:
     )
 
 
+def name_of(node: NodeProto) -> str:
+    """What messages call a node: exporters need not give it a name."""
+    return str(node.name or node.output[0])
+
+
+def unsupported(operator: str, node: str, opset: int, why: str) -> UnsupportedOperator:
+    """The error to raise for a node. `why` ends the sentence, with its punctuation: what is not done, what to do."""
+    message = f"operator {operator} (node {node!r}, opset {opset}) cannot be compiled{why}"
+    return UnsupportedOperator(message, operator=operator, node=node, opset=opset)
+
+
 def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
@@ -307,13 +318,7 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
             if (domain, node.op_type) in local or (domain == "" and has_function_body(node.op_type, opset)):
                 continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type
-        raise UnsupportedOperator(
-            f"operator {name} (node {node.name or node.output[0]!r}, opset {opset}) cannot be compiled; "
-            "export the model without it, or fold it into constants",
-            operator=name,
-            node=node.name or node.output[0],
-            opset=opset,
-        )
+        raise unsupported(name, name_of(node), opset, "; export the model without it, or fold it into constants")
 
 
 def _reads(node: NodeProto) -> set[str]:

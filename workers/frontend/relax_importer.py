@@ -13,8 +13,8 @@ from onnx import ModelProto
 from tvm import relax, te
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from tuning_db.errors import UnsupportedOperator
 from workers.frontend import onnx_model
+from workers.said import last_line
 
 
 def _extremum(largest: bool) -> Any:
@@ -73,14 +73,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]  # TVM publishes no ty
                     return self.bb.normalize(converted)
             return super()._convert_operator(op_name, inputs, attrs, opset)
         except Exception as error:  # every converter raises its own
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise UnsupportedOperator(
-                f"operator {op_name} (node {node!r}, opset {opset}) cannot be compiled as it is used here: "
-                f"{type(error).__name__}: {lines[-1][:200] if lines else 'no reason given'}",
-                operator=op_name,
-                node=node,
-                opset=opset,
-            ) from error
+            why = f" as it is used here: {type(error).__name__}: {last_line(error, 'no reason given')[:200]}"
+            raise onnx_model.unsupported(op_name, node, opset, why) from error
 
 
 def to_relax(model: ModelProto) -> tvm.ir.IRModule:

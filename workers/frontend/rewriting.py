@@ -87,14 +87,18 @@ class Graph:
     def attributes(self, node: NodeProto) -> dict[str, Any]:
         return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
-    def constant(self, array: NDArray[Any] | np.generic, name: str = "") -> str:
+    def constant(self, array: NDArray[Any] | np.generic) -> str:
         """A new initializer."""
-        name = name or self._name()
+        name = self._name()
         tensor = numpy_helper.from_array(np.ascontiguousarray(array).reshape(np.shape(array)), name)
         self._model.graph.initializer.append(tensor)
         self._constants[name] = tensor
         self._types[name] = (tensor.data_type, tuple(tensor.dims))
         return name
+
+    def answer(self, array: NDArray[Any] | np.generic, output: str) -> None:
+        """Append what makes `output` a constant."""
+        self.op("Identity", [self.constant(array)], output)
 
     def scalar(self, number: float, like: str) -> str:
         """A constant of rank 0 with the element type of the tensor `like`."""
@@ -123,13 +127,7 @@ class Graph:
 
     def refuse(self, node: NodeProto, why: str) -> UnsupportedOperator:
         """The error to raise for a node; `why` says what of it is not done and what to do."""
-        name = node.name or node.output[0]
-        return UnsupportedOperator(
-            f"operator {node.op_type} (node {name!r}, opset {self.opset}) cannot be compiled: {why}",
-            operator=node.op_type,
-            node=name,
-            opset=self.opset,
-        )
+        return onnx_model.unsupported(node.op_type, onnx_model.name_of(node), self.opset, f": {why}")
 
     def _name(self) -> str:
         self._fresh += 1

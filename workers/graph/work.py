@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import tvm
-import tvm_ffi
 
-from workers.search.templates.plain import nests
+from workers.search.templates.plain import item_bytes, nests
 
 #: Which parameters are constants of the model, by TVM's pass AttachAttrLayoutFreeBuffers.
 _CONSTANTS_ATTR: Final = "layout_free_buffers"
@@ -51,5 +50,4 @@ def constants_of(function: tvm.tirx.PrimFunc) -> tuple[int, ...]:
 def _bytes(buffer: Any, elements: int) -> int:
     if not all(isinstance(size, tvm.tirx.IntImm) for size in buffer.shape):
         return 0
-    item = max(1, int(tvm_ffi.dtype(str(buffer.dtype)).bits) // 8)
-    return item * min(elements, math.prod(int(size) for size in buffer.shape))
+    return item_bytes(str(buffer.dtype)) * min(elements, math.prod(int(size) for size in buffer.shape))

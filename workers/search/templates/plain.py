@@ -271,11 +271,12 @@ def _parameter_bytes(function: tirx.PrimFunc) -> int:
     for parameter in function.params:
         shape = getattr(parameter, "shape", None)
         if shape is not None and all(isinstance(size, tirx.IntImm) for size in shape):
-            total += math.prod(int(size) for size in shape) * _item_bytes(str(parameter.dtype))
+            total += math.prod(int(size) for size in shape) * item_bytes(str(parameter.dtype))
     return total
 
 
-def _item_bytes(dtype: str) -> int:
+def item_bytes(dtype: str) -> int:
+    """Of one element; less than a byte counts as one."""
     return max(1, int(tvm_ffi.dtype(dtype).bits) // 8)
 
 
