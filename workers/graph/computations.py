@@ -835,7 +835,7 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": batch, "o": blocks, "h": 1, "w": rows, "v": block, "ic": length // unit, "kh": 1, "kw": 1, "ii": unit,
         "stride": 1, "staged": 0, "in_bytes": 4 * batch * rows * length, "others": 0, "indirect": 0, "packed": 1,
-        "tail": int(not whole),
+        "tail": int(not whole), "rows_lie": int(whole and not product.right.transposed),
     }  # fmt: skip
     if not whole:
         cut = te.compute(

@@ -21,12 +21,17 @@ _MAX_CONFIGS: Final = 3000
 _ORDERS: Final = (("ic", "kh", "kw", "ii"), ("kh", "ic", "kw", "ii"))
 #: `tasks`: which loops make the tasks that threads share, outermost first.
 _CHANNELS_THEN_ROWS, _ROWS_THEN_CHANNELS, _ROWS = 0, 1, 2
+#: `pack_at`, where weights are packed that are no constants: all before the tasks, those of one matrix by the task that
+#: has all of it, or nowhere: rows of them are read as they lie.
+_PACK_BEFORE, _PACK_BY_TASK, _PACK_NOTHING = 0, 1, 2
+_PACKING_BADNESS: Final = (0.1, 0.05, 0.0)
 
 
 class ConvTemplate(Template):
     name: ClassVar[str] = "conv"
+    version: ClassVar[int] = 2
     knobs: ClassVar[tuple[str, ...]] = (
-        "tile_o", "tile_h", "tile_w", "strip", "order", "chunked", "tasks", "stage_at", "parallel",
+        "tile_o", "tile_h", "tile_w", "strip", "order", "chunked", "tasks", "stage_at", "pack_at", "parallel",
     )  # fmt: skip
 
     def configs(self, geometry: Geometry, cpu: Cpu) -> list[Config]:
@@ -56,12 +61,23 @@ class ConvTemplate(Template):
                                 for tasks in (_CHANNELS_THEN_ROWS, _ROWS_THEN_CHANNELS, _ROWS):
                                     # Of what a table chooses no part is known before the whole.
                                     for stage_at in (0, 1) if by_task and tasks == _ROWS else (0,):
-                                        for parallel in (1,) if flops > 8 * _SERIAL_FLOPS else (0, 1):
-                                            yield {
-                                                "tile_o": tile_o, "tile_h": tile_h, "tile_w": tile_w, "strip": strip,
-                                                "order": order, "chunked": chunked, "tasks": tasks,
-                                                "stage_at": stage_at, "parallel": parallel,
-                                            }  # fmt: skip
+                                        for pack_at in self._packings(g):
+                                            for parallel in (1,) if flops > 8 * _SERIAL_FLOPS else (0, 1):
+                                                yield {
+                                                    "tile_o": tile_o, "tile_h": tile_h, "tile_w": tile_w,
+                                                    "strip": strip, "order": order, "chunked": chunked, "tasks": tasks,
+                                                    "stage_at": stage_at, "pack_at": pack_at, "parallel": parallel,
+                                                }  # fmt: skip
+
+    @staticmethod
+    def _packings(g: Geometry) -> list[int]:
+        if not g.get("packed"):
+            return [_PACK_BEFORE]
+        return [
+            _PACK_BEFORE,
+            *([_PACK_BY_TASK] if g["n"] > 1 else []),
+            *([_PACK_NOTHING] if g["rows_lie"] else []),
+        ]
 
     @staticmethod
     def _widths(width: int, most: int) -> list[int]:
@@ -96,10 +112,13 @@ class ConvTemplate(Template):
         return (
             rounded * balance * (1 + 0.2 * loads + 0.3 * max(0, 8 - accumulators) / 8 + spill + 0.1 * (c["tile_o"] > 1))
             + 0.05 * c["chunked"] + 0.02 * c["order"] - 0.03 * c["stage_at"] + 0.01 * abs(math.log2(max(1, tasks) / 16))
+            + (_PACKING_BADNESS[c["pack_at"]] if g.get("packed") else 0.0)
         )  # fmt: skip
 
     @staticmethod
     def _tasks(g: Geometry, c: Config) -> int:
+        if c["pack_at"] == _PACK_BY_TASK:
+            return g["n"]
         along_w = -(-g["w"] // c["tile_w"])
         rows = -(-along_w // c["strip"]) if g["h"] == 1 else g["h"] // c["tile_h"] // c["strip"]
         return g["n"] * rows * (g["o"] // c["tile_o"] if c["tasks"] != _ROWS else 1)
@@ -140,7 +159,8 @@ class ConvTemplate(Template):
             schedule.reorder(*outer, *middle, *reduction, oi, *tile, v)
             schedule.reverse_compute_at(result, middle[-1])
             schedule.set_scope(total, 0, "local")
-        shared = outer[:-1] if c["tasks"] == _ROWS else outer
+        loops_of_tasks = 1 if c["pack_at"] == _PACK_BY_TASK else len(outer) - int(c["tasks"] == _ROWS)
+        shared = outer[:loops_of_tasks]
         task = schedule.fuse(*shared) if len(shared) > 1 else shared[0]
         if c["parallel"]:
             schedule.parallel(task)
@@ -156,11 +176,7 @@ class ConvTemplate(Template):
         if stage is not None:
             self._place_stage(schedule, stage, task, c)
         if g.get("packed"):
-            loops = schedule.get_loops(schedule.get_sblock("pack"))
-            schedule.vectorize(loops[-1])
-            packing = schedule.fuse(*loops[:2])
-            if c["parallel"]:
-                schedule.parallel(packing)
+            self._place_pack(schedule, schedule.get_sblock("pack"), task, c)
         if g.get("tail"):
             rows_of_cut = schedule.get_loops(schedule.get_sblock("cut"))[0]
             if c["parallel"] and g["w"] > 1:
@@ -190,6 +206,20 @@ class ConvTemplate(Template):
             schedule.parallel(fused)
         schedule.vectorize(schedule.get_loops(stage)[-1])
 
+    @staticmethod
+    def _place_pack(schedule: Any, pack: Any, task: Any, c: Config) -> None:
+        if c["pack_at"] == _PACK_NOTHING:
+            schedule.compute_inline(pack)
+            return
+        if c["pack_at"] == _PACK_BY_TASK:
+            schedule.compute_at(pack, task, preserve_unit_loops=True)
+        loops = schedule.get_loops(pack)
+        schedule.vectorize(loops[-1])
+        if c["pack_at"] == _PACK_BEFORE:
+            packing = schedule.fuse(*loops[:2])
+            if c["parallel"]:
+                schedule.parallel(packing)
+
     def features(self, geometry: Geometry, config: Config, cpu: Cpu) -> list[float]:
         g, c = geometry, config
         vectors = max(1, g["v"] // cpu.lanes)
@@ -206,7 +236,7 @@ class ConvTemplate(Template):
             accumulators,
             (pixels + c["tile_o"] * vectors) / accumulators,
             c["tile_o"], c["tile_h"], c["tile_w"], c["strip"], c["order"], c["chunked"], c["tasks"], c["stage_at"],
-            c["parallel"],
+            c["pack_at"], c["parallel"],
             rounded,
             math.log2(tasks),
             -(-tasks // cpu.threads) * cpu.threads / tasks,
