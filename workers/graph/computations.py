@@ -213,7 +213,7 @@ def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
     result = te.compute((n_, o_, oh_, ow_, v_), lambda *index: finish(total[index], index), name="result")
     geometry = {
         "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "kh": kh_, "kw": kw_, "ii": conv.unit,
-        "stride": sw, "staged": int(bool(staged)), "in_bytes": 4 * n_ * conv.in_blocks * conv.height * conv.width * v_,
+        "stride": sw, "staged": int(bool(staged)),
         "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
     }  # fmt: skip
     return _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
@@ -252,7 +252,7 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
     )
     geometry = {
         "n": n_, "o": o_, "h": 1, "w": pixels, "v": v_, "ic": conv.in_units, "kh": 1, "kw": 1, "ii": conv.unit,
-        "stride": sw, "staged": int(staged), "in_bytes": 4 * n_ * conv.in_blocks * conv.height * conv.width * v_,
+        "stride": sw, "staged": int(staged),
         "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
     }  # fmt: skip
     function = _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
@@ -507,7 +507,7 @@ def dense(computation: Dense) -> tvm.tirx.PrimFunc:
 
     geometry = {
         "n": 1, "o": blocks, "h": 1, "w": rows, "v": block, "ic": units, "kh": 1, "kw": 1, "ii": unit, "stride": 1,
-        "staged": 1, "in_bytes": 4 * rows * computation.length, "others": len(post), "indirect": 0,
+        "staged": 1, "others": len(post), "indirect": 0,
         "tail": int(not whole),
     }  # fmt: skip
     if whole:
@@ -834,7 +834,7 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
     )
     geometry = {
         "n": batch, "o": blocks, "h": 1, "w": rows, "v": block, "ic": length // unit, "kh": 1, "kw": 1, "ii": unit,
-        "stride": 1, "staged": 0, "in_bytes": 4 * batch * rows * length, "others": 0, "indirect": 0, "packed": 1,
+        "stride": 1, "staged": 0, "others": 0, "indirect": 0, "packed": 1,
         "tail": int(not whole), "rows_lie": int(whole and not product.right.transposed),
     }  # fmt: skip
     if not whole:

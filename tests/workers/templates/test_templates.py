@@ -158,7 +158,7 @@ def test_every_width_has_a_choice(outputs: int, cpu: Cpu) -> None:
     """Rows of any length can be tiled, primes among them, with vectors as wide as a block of channels or narrower."""
     for width in (*range(1, 40), 49, 97, 112, 196, 224, 3136):
         flat = {"n": 1, "o": outputs, "h": 1, "w": width, "v": 16, "ic": 2, "kh": 1, "kw": 1, "ii": 16, "stride": 1,
-                "staged": 0, "in_bytes": 0, "others": 0, "indirect": 0}  # fmt: skip
+                "staged": 0, "others": 0, "indirect": 0}  # fmt: skip
         window = {"n": 1, "c": 2, "h": 3, "w": width, "v": 16, "kh": 3, "kw": 3, "stride": 1, "staged": 1,
                   "depthwise": 1, "others": 0}  # fmt: skip
         tiles = {"n": 1, "o": outputs, "h": 4, "w": 4 * width, "v": 16, "ic": 2, "ii": 16, "outputs": 4, "tile": 6,

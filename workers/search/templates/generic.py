@@ -16,10 +16,6 @@ from workers.search.templates import plain
 from workers.search.templates.knobs import Config, Cpu, Geometry, Template
 from workers.search.templates.plain import Stage
 
-#: Additions and the like below which starting threads costs more than they save.
-_SERIAL_WORK: Final = 150_000
-#: An iteration's cost in these units: an addition 1, a call or division about this much.
-_EXPENSIVE_COST: Final = 8
 #: A reduction of at most this many steps is unrolled: a pooling window.
 _WINDOW: Final = 25
 #: A thread gets at least this many tasks of a nest whose tasks a knob may cut smaller.
@@ -33,11 +29,11 @@ class GenericTemplate(Template):
     knobs: ClassVar[tuple[str, ...]] = ("parallel", "vectors", "unroll", "inline_padding", "tile")
 
     def configs(self, geometry: Geometry, cpu: Cpu) -> list[Config]:
-        work = geometry["operations"] + geometry["iterations"] + _EXPENSIVE_COST * geometry["expensive"]
+        work = geometry["operations"] + geometry["iterations"] + plain.EXPENSIVE_COST * geometry["expensive"]
         threads = [0] if cpu.threads < 2 else [1, 0]
-        if work < _SERIAL_WORK:
+        if work < plain.SERIAL_WORK:
             threads.reverse()
-        elif work > 100 * _SERIAL_WORK and 1 in threads:
+        elif work > 100 * plain.SERIAL_WORK and 1 in threads:
             threads = [1]
         return [
             {"parallel": parallel, "vectors": vectors, "unroll": unroll, "inline_padding": inline, "tile": tile}

@@ -28,6 +28,10 @@ _EXPENSIVE: Final = frozenset(
 _CHEAP: Final = 2
 #: Rows shorter than this are not worth vectorising along: the generic template does as well.
 _SHORTEST_ROW: Final = 8
+#: Additions and the like below which starting threads costs more than they save.
+SERIAL_WORK: Final = 150_000
+#: An iteration's cost in these units: an addition 1, a call or division about this much.
+EXPENSIVE_COST: Final = 8
 
 
 @dataclass(frozen=True, slots=True)

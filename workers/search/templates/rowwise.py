@@ -22,10 +22,6 @@ from workers.search.templates import plain
 from workers.search.templates.knobs import Config, Cpu, Geometry, Template
 from workers.search.templates.plain import Rows, Stage
 
-#: Additions and the like below which starting threads costs more than they save.
-_SERIAL_WORK: Final = 150_000
-#: An iteration's cost in these units: an addition 1, a call or division about this much.
-_EXPENSIVE_COST: Final = 8
 #: A loop of at most this many steps is unrolled.
 _UNROLLED: Final = 4
 
@@ -38,11 +34,11 @@ class RowwiseTemplate(Template):
 
     def configs(self, geometry: Geometry, cpu: Cpu) -> list[Config]:
         row, rows, last = geometry["row"], geometry["rows"], geometry["last"]
-        work = geometry["operations"] + _EXPENSIVE_COST * geometry["expensive"]
+        work = geometry["operations"] + plain.EXPENSIVE_COST * geometry["expensive"]
         threads = [0] if cpu.threads < 2 or rows < 2 else [1, 0]
-        if work < _SERIAL_WORK:
+        if work < plain.SERIAL_WORK:
             threads.reverse()
-        elif work > 100 * _SERIAL_WORK and 1 in threads:
+        elif work > 100 * plain.SERIAL_WORK and 1 in threads:
             threads = [1]
         strips = [strip for strip in (1, 2, 4, 8) if last % strip == 0 and strip * row * 8 <= cpu.l1_bytes]
         # A row's sums wait for one another; the shorter the row, the more rows it takes to fill the time.
