@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
+from workers.frontend import recurrent
 from workers.frontend.resize import resize, upsample
 from workers.frontend.rewriting import FLOATS, Graph, Rewrite
 
@@ -337,4 +338,5 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "Softplus": softplus,
     "SpaceToDepth": space_to_depth,
     "Upsample": upsample,
+    **recurrent.REWRITES,
 }

@@ -18,6 +18,7 @@ from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model
 from workers.frontend.normalise import normalise
 from workers.frontend.operators import SUPPORTED
+from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
 from workers.said import last_line
 
@@ -37,7 +38,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed."""
     model = onnx_model.load(path)
     onnx_model.check_operators(model)
-    onnx_model.bind(model, inputs)
+    onnx_model.bind(time_first(model), inputs)
     bound = ModelProto()
     bound.CopyFrom(model)
     folded = fold(inline_functions(model), scratch)

@@ -35,7 +35,7 @@ from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
-from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
+from workers.frontend.operators import IMPORTED, SUPPORTED, SUPPORTED_OPSETS
 from workers.said import first_line
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
@@ -292,8 +292,8 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
     A node that depends on constants and shapes alone is folded before import, whatever its operator, and an operator
-    with a standard or local definition is replaced by it. Of a model in which that is done, `folded`, the importer
-    must know every operator.
+    with a standard or local definition is replaced by it. Of a model in which that and the rewrites are done,
+    `folded`, the importer must know every operator.
     """
     opset = opset_of(model)
     if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
@@ -305,7 +305,7 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     for node in model.graph.node:
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if domain == "" and node.op_type in SUPPORTED:
+        if domain == "" and node.op_type in (IMPORTED if folded else SUPPORTED):
             if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
                 constant.update(node.output)
             continue

@@ -112,6 +112,23 @@ class Graph:
             self._types[output] = (self.dtype(inputs[0]), None)
         return output
 
+    def split(self, name: str, sizes: Sequence[int], axis: int) -> list[str]:
+        """The parts of a tensor, of `sizes` along `axis`; of one size the tensor itself."""
+        if len(sizes) == 1:
+            return [name]
+        parts = [self._name() for _ in sizes]
+        if self.opset < 13:
+            node = helper.make_node("Split", [name], parts, axis=axis, split=list(sizes))
+        else:
+            node = helper.make_node("Split", [name, self.constant(np.asarray(sizes, np.int64))], parts, axis=axis)
+        node.name = f"{parts[0]}/Split"
+        self._nodes.append(node)
+        self._types.update((part, (self.dtype(name), None)) for part in parts)
+        return parts
+
+    def reshape(self, name: str, shape: Sequence[int], output: str = "") -> str:
+        return self.op("Reshape", [name, self.constant(np.asarray(shape, np.int64))], output)
+
     def cast(self, name: str, to: int, output: str = "") -> str:
         if self.dtype(name) == to and not output:
             return name
