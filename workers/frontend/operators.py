@@ -32,6 +32,8 @@ IMPORTED: Final = frozenset(
 )
 
 #: What it lacks and our rewrites write as others, where their attributes and constants allow it.
-REWRITTEN: Final = frozenset({"GRU", "LSTM", "RNN"})
+REWRITTEN: Final = frozenset(
+    "ConvInteger CumProd GRU LSTM LpNormalization QLinearConv QLinearMatMul RNN ReverseSequence".split()  # noqa: SIM905
+)
 
 SUPPORTED: Final = IMPORTED | REWRITTEN

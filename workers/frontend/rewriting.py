@@ -133,14 +133,19 @@ class Graph:
         if self.dtype(name) == to and not output:
             return name
         result = self.op("Cast", [name], output, to=to)
-        self._types[result] = (to, self.shape(name))
+        if not output:  # of a node's own output the type is known
+            self._types[result] = (to, self.shape(name))
         return result
 
     def reduce_mean(self, name: str, axes: Sequence[int], output: str = "") -> str:
         """Over `axes`, which stay with size 1."""
+        return self.reduce("ReduceMean", name, axes, output)
+
+    def reduce(self, op_type: str, name: str, axes: Sequence[int], output: str = "", *, keep: bool = True) -> str:
+        """One of the reductions whose axes became an input with operator set 18."""
         if self.opset < 18:
-            return self.op("ReduceMean", [name], output, axes=list(axes), keepdims=1)
-        return self.op("ReduceMean", [name, self.constant(np.asarray(axes, np.int64))], output, keepdims=1)
+            return self.op(op_type, [name], output, axes=list(axes), keepdims=int(keep))
+        return self.op(op_type, [name, self.constant(np.asarray(axes, np.int64))], output, keepdims=int(keep))
 
     def refuse(self, node: NodeProto, why: str) -> UnsupportedOperator:
         """The error to raise for a node; `why` says what of it is not done and what to do."""
