@@ -16,6 +16,7 @@ from onnx import FunctionProto, ModelProto, TypeProto, helper
 from tuning_db.errors import ImportFailed, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model
+from workers.frontend.control_flow import has_loops, unroll
 from workers.frontend.normalise import normalise
 from workers.frontend.operators import SUPPORTED
 from workers.frontend.recurrent import time_first
@@ -42,6 +43,8 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     bound = ModelProto()
     bound.CopyFrom(model)
     folded = fold(inline_functions(model), scratch)
+    while has_loops(folded):
+        folded = fold(inline_functions(unroll(folded)), scratch)
     outputs = static_outputs(folded)
     normalised = sum_to_add(normalise(folded))
     onnx_model.check_operators(normalised, folded=True)

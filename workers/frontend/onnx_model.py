@@ -11,7 +11,7 @@ import hashlib
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -303,7 +303,14 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
         )
     local = {(function.domain, function.name) for function in model.functions}
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
-    for node in model.graph.node:
+    _check_nodes(model.graph.node, constant, local, opset, folded)
+
+
+def _check_nodes(
+    nodes: Iterable[NodeProto], constant: set[str], local: Set[tuple[str, str]], opset: int, folded: bool
+) -> None:
+    """`constant` names what is known before the model runs; what the nodes make of it is added."""
+    for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if domain == "" and node.op_type in (IMPORTED if folded else SUPPORTED):
             if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
@@ -315,6 +322,12 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
                 continue
             if domain == "" and node.op_type == "If" and node.input[0] in constant:
                 continue  # replaced by the branch that is taken
+            if domain == "" and (node.op_type == "Scan" or (node.op_type == "Loop" and node.input[0] in constant)):
+                # Written out step by step: of a loop, the number of the step is a constant, and that it goes on.
+                body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
+                known = [*body.initializer, *(body.input[:2] if node.op_type == "Loop" else ())]
+                _check_nodes(body.node, constant | {value.name for value in known}, local, opset, folded)
+                continue
             if (domain, node.op_type) in local or (domain == "" and has_function_body(node.op_type, opset)):
                 continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type

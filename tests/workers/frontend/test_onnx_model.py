@@ -307,7 +307,7 @@ def test_operators_that_vanish(model: ModelProto) -> None:
 
 
 def test_operators_that_stay() -> None:
-    """A branch that depends on the data, and random numbers that depend on nothing, are not constants."""
+    """A branch, a number of steps that depend on the data, and random numbers are not constants."""
     with pytest.raises(UnsupportedOperator, match="operator If"):
         onnx_model.check_operators(branching(None))
     noise = make_model(
@@ -325,9 +325,9 @@ def test_operators_that_stay() -> None:
     )
     model = make_model(
         [helper.make_node("Loop", ["times", "", "zero"], ["y"], body=loop)],
-        [port("x", 2, 3)],
+        [port("x", 2, 3), port("times", dtype=TensorProto.INT64)],
         [port("y", 2, 3)],
-        {"times": np.array(3), "zero": np.zeros((2, 3), dtype=np.float32)},
+        {"zero": np.zeros((2, 3), dtype=np.float32)},
     )
     with pytest.raises(UnsupportedOperator, match="operator Loop"):
         onnx_model.check_operators(model)
