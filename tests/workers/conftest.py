@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import tvm
 from onnx import ModelProto
+from tvm import relax
 
 from tests.samples import make_spec
 from tests.workers.models import conv_bn_relu, save
@@ -22,6 +24,7 @@ from workers.frontend import onnx_model
 from workers.frontend.onnx_import import Imported, import_onnx
 from workers.graph import pipeline, tasks
 from workers.packaging import library
+from workers.packaging.reference import compare, example_inputs
 from workers.search import intrinsics
 from workers.search.forkserver import ForkServer
 from workers.search.templates.knobs import Cpu
@@ -96,6 +99,22 @@ def compile_model(model: ModelProto, host: Host, folder: Path) -> Compiled:
     reference.write_bytes(imported.bound.SerializeToString())
     library.compile_library(module, host.target, untuned)
     return Compiled(inputs, imported, module, reference, untuned)
+
+
+def differences(model: ModelProto, host: Host, folder: Path) -> list[tuple[str, str]]:
+    """Outputs, with what is wrong of them, in which the untuned library differs from ONNX Runtime on example inputs."""
+    compiled = compile_model(model, host, folder)
+    examples = example_inputs(compiled.inputs, 0)
+    options = onnxruntime.SessionOptions()
+    # Otherwise ONNX Runtime rounds the activations too before it multiplies them with quantized weights.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(compiled.reference, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(compiled.untuned)), tvm.cpu())
+    result = machine["main"](*(tvm.runtime.tensor(examples[spec.name]) for spec in compiled.inputs))
+    outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
+    compared = compare(session.run(None, examples), outputs, names)
+    return [(entry["output"], entry["problem"]) for entry in compared if not entry["ok"]]
 
 
 @pytest.fixture(scope="session")

@@ -83,11 +83,6 @@ def conv_bn_relu(channels: int = 16, size: int = 14) -> ModelProto:
     )
 
 
-def lstm() -> ModelProto:
+def determinant() -> ModelProto:
     """An operator that cannot be compiled, on data."""
-    return make_model(
-        [helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="memory", hidden_size=4)],
-        [port("x", 5, 1, 3)],
-        [port("y", 5, 1, 1, 4)],
-        {"w": normal(1, 16, 3), "r": normal(1, 16, 4)},
-    )
+    return make_model([helper.make_node("Det", ["x"], ["y"], name="volume")], [port("x", 5, 3, 3)], [port("y", 5)])

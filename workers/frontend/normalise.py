@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from workers.frontend import lacking, quantized, recurrent
 from workers.frontend.resize import resize, upsample
 from workers.frontend.rewriting import FLOATS, Graph, Rewrite
 
@@ -303,6 +304,15 @@ def max_pool(graph: Graph, node: NodeProto) -> bool:
     return False
 
 
+def cast_of_constant(graph: Graph, node: NodeProto) -> bool:
+    """ONNX Runtime, where it has no kernel of float16, casts constants after it has folded the others."""
+    value, to = graph.value(node, 0), graph.attributes(node)["to"]
+    if value is None or graph.dtype(node.input[0]) not in FLOATS or to not in FLOATS or node.output[0] in graph.outputs:
+        return False
+    graph.constant(value.astype(helper.tensor_dtype_to_np_dtype(to)), node.output[0])
+    return True
+
+
 def sequence_position(graph: Graph, node: NodeProto) -> bool:
     """The importer counts from the begin, whatever the sign."""
     position = 1 if node.op_type == "SequenceErase" else 2
@@ -316,6 +326,7 @@ def sequence_position(graph: Graph, node: NodeProto) -> bool:
 REWRITES: Final[Mapping[str, Rewrite]] = {
     "BatchNormalization": batch_normalization,
     "BitShift": bit_shift,
+    "Cast": cast_of_constant,
     "ConvTranspose": conv_transpose,
     "Dropout": dropout,
     "EyeLike": eye_like,
@@ -337,4 +348,7 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "Softplus": softplus,
     "SpaceToDepth": space_to_depth,
     "Upsample": upsample,
+    **lacking.REWRITES,
+    **quantized.REWRITES,
+    **recurrent.REWRITES,
 }

@@ -16,8 +16,10 @@ from onnx import FunctionProto, ModelProto, TypeProto, helper
 from tuning_db.errors import ImportFailed, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model
+from workers.frontend.control_flow import has_loops, unroll
 from workers.frontend.normalise import normalise
 from workers.frontend.operators import SUPPORTED
+from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
 from workers.said import last_line
 
@@ -37,10 +39,12 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed."""
     model = onnx_model.load(path)
     onnx_model.check_operators(model)
-    onnx_model.bind(model, inputs)
+    onnx_model.bind(time_first(model), inputs)
     bound = ModelProto()
     bound.CopyFrom(model)
     folded = fold(inline_functions(model), scratch)
+    while has_loops(folded):
+        folded = fold(inline_functions(unroll(folded)), scratch)
     outputs = static_outputs(folded)
     normalised = sum_to_add(normalise(folded))
     onnx_model.check_operators(normalised, folded=True)

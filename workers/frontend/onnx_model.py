@@ -11,7 +11,7 @@ import hashlib
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
-from workers.frontend.operators import SUPPORTED, SUPPORTED_OPSETS
+from workers.frontend.operators import IMPORTED, SUPPORTED, SUPPORTED_OPSETS
 from workers.said import first_line
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
@@ -292,8 +292,8 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
     A node that depends on constants and shapes alone is folded before import, whatever its operator, and an operator
-    with a standard or local definition is replaced by it. Of a model in which that is done, `folded`, the importer
-    must know every operator.
+    with a standard or local definition is replaced by it. Of a model in which that and the rewrites are done,
+    `folded`, the importer must know every operator.
     """
     opset = opset_of(model)
     if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
@@ -303,9 +303,16 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
         )
     local = {(function.domain, function.name) for function in model.functions}
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
-    for node in model.graph.node:
+    _check_nodes(model.graph.node, constant, local, opset, folded)
+
+
+def _check_nodes(
+    nodes: Iterable[NodeProto], constant: set[str], local: Set[tuple[str, str]], opset: int, folded: bool
+) -> None:
+    """`constant` names what is known before the model runs; what the nodes make of it is added."""
+    for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if domain == "" and node.op_type in SUPPORTED:
+        if domain == "" and node.op_type in (IMPORTED if folded else SUPPORTED):
             if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
                 constant.update(node.output)
             continue
@@ -315,6 +322,12 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
                 continue
             if domain == "" and node.op_type == "If" and node.input[0] in constant:
                 continue  # replaced by the branch that is taken
+            if domain == "" and (node.op_type == "Scan" or (node.op_type == "Loop" and node.input[0] in constant)):
+                # Written out step by step: of a loop, the number of the step is a constant, and that it goes on.
+                body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
+                known = [*body.initializer, *(body.input[:2] if node.op_type == "Loop" else ())]
+                _check_nodes(body.node, constant | {value.name for value in known}, local, opset, folded)
+                continue
             if (domain, node.op_type) in local or (domain == "" and has_function_body(node.op_type, opset)):
                 continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type

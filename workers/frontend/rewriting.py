@@ -112,18 +112,40 @@ class Graph:
             self._types[output] = (self.dtype(inputs[0]), None)
         return output
 
+    def split(self, name: str, sizes: Sequence[int], axis: int) -> list[str]:
+        """The parts of a tensor, of `sizes` along `axis`; of one size the tensor itself."""
+        if len(sizes) == 1:
+            return [name]
+        parts = [self._name() for _ in sizes]
+        if self.opset < 13:
+            node = helper.make_node("Split", [name], parts, axis=axis, split=list(sizes))
+        else:
+            node = helper.make_node("Split", [name, self.constant(np.asarray(sizes, np.int64))], parts, axis=axis)
+        node.name = f"{parts[0]}/Split"
+        self._nodes.append(node)
+        self._types.update((part, (self.dtype(name), None)) for part in parts)
+        return parts
+
+    def reshape(self, name: str, shape: Sequence[int], output: str = "") -> str:
+        return self.op("Reshape", [name, self.constant(np.asarray(shape, np.int64))], output)
+
     def cast(self, name: str, to: int, output: str = "") -> str:
         if self.dtype(name) == to and not output:
             return name
         result = self.op("Cast", [name], output, to=to)
-        self._types[result] = (to, self.shape(name))
+        if not output:  # of a node's own output the type is known
+            self._types[result] = (to, self.shape(name))
         return result
 
     def reduce_mean(self, name: str, axes: Sequence[int], output: str = "") -> str:
         """Over `axes`, which stay with size 1."""
+        return self.reduce("ReduceMean", name, axes, output)
+
+    def reduce(self, op_type: str, name: str, axes: Sequence[int], output: str = "", *, keep: bool = True) -> str:
+        """One of the reductions whose axes became an input with operator set 18."""
         if self.opset < 18:
-            return self.op("ReduceMean", [name], output, axes=list(axes), keepdims=1)
-        return self.op("ReduceMean", [name, self.constant(np.asarray(axes, np.int64))], output, keepdims=1)
+            return self.op(op_type, [name], output, axes=list(axes), keepdims=int(keep))
+        return self.op(op_type, [name, self.constant(np.asarray(axes, np.int64))], output, keepdims=int(keep))
 
     def refuse(self, node: NodeProto, why: str) -> UnsupportedOperator:
         """The error to raise for a node; `why` says what of it is not done and what to do."""

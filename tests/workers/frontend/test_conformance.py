@@ -33,13 +33,12 @@ MENDED = """
     dynamicquantizelinear_expanded nllloss_NCd1d2_with_weight_reduction_mean
     nllloss_NCd1d2_with_weight_reduction_mean_expanded pow_types_int64_int64 reduce_max_bool_inputs
     resize_downsample_scales_linear_align_corners resize_downsample_scales_linear_half_pixel_symmetric
-    rms_normalization_4d_axis0 sce_mean_weight sce_mean_weight_expanded
+    rms_normalization_4d_axis0 sce_mean_weight sce_mean_weight_expanded linear_attention_gated
 """.split()  # noqa: SIM905 - a list of names reads worse
 
 #: Cases that were wrong and are refused by name.
 REFUSED_BY_NAME = """
     sequence_model3 training_dropout training_dropout_default training_dropout_default_mask training_dropout_mask
-    linear_attention_gated
 """.split()  # noqa: SIM905 - a list of names reads worse
 
 

@@ -12,15 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
-import tvm
 from onnx import ModelProto, TensorProto, helper
-from tvm import relax
 
-from tests.workers.conftest import Host, compile_model
+from tests.workers.conftest import Host, differences
 from tests.workers.models import make_model, normal, port
-from workers.packaging.reference import compare, example_inputs
 
 
 def negative_indices() -> ModelProto:
@@ -156,15 +152,4 @@ MODELS = [
 @pytest.mark.parametrize("make", MODELS)
 def test_equals_onnx_runtime(make: Callable[[], ModelProto], host: Host, tmp_path: Path) -> None:
     """The library gives what ONNX Runtime gives, in the order in which the model names its inputs and outputs."""
-    compiled = compile_model(make(), host, tmp_path)
-    examples = example_inputs(compiled.inputs, 0)
-    options = onnxruntime.SessionOptions()
-    # Otherwise ONNX Runtime rounds the activations too before it multiplies them with quantized weights.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(compiled.reference, options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    machine = relax.VirtualMachine(tvm.runtime.load_module(str(compiled.untuned)), tvm.cpu())
-    result = machine["main"](*(tvm.runtime.tensor(examples[spec.name]) for spec in compiled.inputs))
-    outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
-    wrong = [entry for entry in compare(session.run(None, examples), outputs, names) if not entry["ok"]]
-    assert [(entry["output"], entry["problem"]) for entry in wrong] == []
+    assert differences(make(), host, tmp_path) == []
