@@ -204,13 +204,7 @@ class _Unrolled:
         return name
 
     def _refuse(self, node: NodeProto, why: str) -> UnsupportedOperator:
-        name = node.name or node.output[0]
-        return UnsupportedOperator(
-            f"operator {node.op_type} (node {name!r}, opset {self._opset}) cannot be compiled: {why}",
-            operator=node.op_type,
-            node=name,
-            opset=self._opset,
-        )
+        return onnx_model.unsupported(node.op_type, onnx_model.name_of(node), self._opset, f": {why}")
 
 
 def _attribute(node: NodeProto, name: str) -> GraphProto:

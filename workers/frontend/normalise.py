@@ -309,7 +309,7 @@ def cast_of_constant(graph: Graph, node: NodeProto) -> bool:
     value, to = graph.value(node, 0), graph.attributes(node)["to"]
     if value is None or graph.dtype(node.input[0]) not in FLOATS or to not in FLOATS or node.output[0] in graph.outputs:
         return False
-    graph.constant(value.astype(helper.tensor_dtype_to_np_dtype(to)), node.output[0])
+    graph.answer(value.astype(helper.tensor_dtype_to_np_dtype(to)), node.output[0])
     return True
 
 

@@ -87,9 +87,9 @@ class Graph:
     def attributes(self, node: NodeProto) -> dict[str, Any]:
         return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
-    def constant(self, array: NDArray[Any] | np.generic) -> str:
-        """A new initializer."""
-        name = self._name()
+    def constant(self, array: NDArray[Any] | np.generic, name: str = "") -> str:
+        """A new initializer, of a name that nothing else has."""
+        name = name or self._name()
         tensor = numpy_helper.from_array(np.ascontiguousarray(array).reshape(np.shape(array)), name)
         self._model.graph.initializer.append(tensor)
         self._constants[name] = tensor
@@ -97,8 +97,11 @@ class Graph:
         return name
 
     def answer(self, array: NDArray[Any] | np.generic, output: str) -> None:
-        """Append what makes `output` a constant."""
-        self.op("Identity", [self.constant(array)], output)
+        """Make `output`, what a node has computed, a constant. One of the model's own outputs stays that of a node."""
+        if output in self.outputs:
+            self.op("Identity", [self.constant(array)], output)
+        else:
+            self.constant(array, output)
 
     def scalar(self, number: float, like: str) -> str:
         """A constant of rank 0 with the element type of the tensor `like`."""
