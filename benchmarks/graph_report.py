@@ -32,8 +32,10 @@ from workers.search.candidates import Choice
 
 _HEAD: Final = """# What the graph pipeline makes of models
 
-Written by `benchmarks/graph_report.py`, whose head says what is counted; {machine}; ONNX Runtime {ort}, TVM {tvm},
-pipeline {pipeline}. Nodes are the file's own; kernels are calls in one inference of ours; layout transforms are those
+Written by `benchmarks/graph_report.py`, whose head says what is counted; {machine};
+ONNX Runtime {ort}, TVM {tvm}, pipeline {pipeline}.
+
+Nodes are the file's own; kernels are calls in one inference of ours; layout transforms are those
 of them that only put numbers into another order; memory is that of all intermediate tensors, without and with planning.
 A concatenation whose parts are written where they belong is no kernel.
 
