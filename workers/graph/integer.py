@@ -16,6 +16,7 @@ block / 4, block, 4]: what the dot products of `vpdpbusd` (VNNI) read in one loa
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from tvm import te, tirx
 
 from workers.graph.computations import Shape5, Window
+from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
 
 #: Neighbouring slots of input that one dot product sums.
 FOUR: Final = 4
@@ -142,4 +144,10 @@ def convolution(conv: QuantizedConvolution) -> tvm.tirx.PrimFunc:
         return tirx.min(tirx.max(whole, low), high).astype("int32").astype("uint8")
 
     result = te.compute((n_, o_, oh_, ow_, v_), requantize, name="result")
-    return te.create_prim_func([data, weight, added, factor, result]).with_attr({"tirx.noalias": True})
+    geometry = {
+        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_blocks, "kh": kh_, "kw": kw_, "ii": conv.block,
+        "stride": sw, "staged": int(staged),
+    }  # fmt: skip
+    function = te.create_prim_func([data, weight, added, factor, result])
+    text = json.dumps(geometry, sort_keys=True)
+    return function.with_attr({TEMPLATE_ATTR: "integer", GEOMETRY_ATTR: text, "tirx.noalias": True})

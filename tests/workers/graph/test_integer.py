@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 import tvm
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from tvm import s_tir
 
 from tests.workers.conftest import Host
 from tests.workers.models import make_model, port
 from workers.graph.computations import Window
 from workers.graph.integer import QuantizedConvolution, constants, convolution, pack_weights
+from workers.search.templates.knobs import Config, Cpu, template_of
+from workers.search.templates.registry import TEMPLATES
 
 Array = NDArray[Any]
 CASES = {
@@ -119,6 +123,32 @@ def test_convolution(case: str, host: Host) -> None:
     with host.target:
         library = tvm.compile(tvm.IRModule({"main": convolution(quantized.conv)}), target=host.target)
     assert_equal(quantized.onnxruntime(), compute(quantized, library))
+
+
+def scheduled(conv: QuantizedConvolution, config: Config, cpu: Cpu) -> s_tir.Schedule:
+    function = convolution(conv)
+    schedule = s_tir.Schedule(tvm.IRModule({"main": function}))
+    found = template_of(function)
+    assert found is not None
+    TEMPLATES[found[0]].schedule(schedule, found[1], config, cpu)
+    return schedule
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_template(case: str, host: Host) -> None:
+    """First and last choices of the template compute the same, by dot products of four where this CPU has them."""
+    quantized, cpu = Quantized(*CASES[case], seed=1), host.cpu
+    found = template_of(convolution(quantized.conv))
+    assert found is not None
+    configs = TEMPLATES[found[0]].configs(found[1], cpu)
+    without = TEMPLATES[found[0]].configs(found[1], replace(cpu, dot=False))
+    assert any(config["dot"] for config in configs) == (cpu.dot and quantized.conv.block == cpu.lanes)
+    for config in (configs[0], configs[len(configs) // 2], configs[-1], without[0]):
+        schedule = scheduled(quantized.conv, config, cpu)
+        library = tvm.compile(schedule.mod, target=host.target)
+        assert_equal(quantized.onnxruntime(), compute(quantized, library))
+        if config["dot"]:
+            assert "vpdpbusd" in library.mod.inspect_source("asm")
 
 
 def test_overflow_is_refused() -> None:
