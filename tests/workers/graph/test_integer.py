@@ -15,34 +15,44 @@ from tvm import s_tir
 
 from tests.workers.conftest import Host
 from tests.workers.models import make_model, port
-from workers.graph.computations import Window
-from workers.graph.integer import QuantizedConvolution, constants, convolution, pack_weights
+from workers.graph.integer import IntegerConvolution, convolution, offsets, pack_weights
+from workers.graph.parts import Fused, Window
+from workers.graph.pointwise import VALUE, Program, Ref, Step
 from workers.search.templates.knobs import Config, Cpu, template_of
 from workers.search.templates.registry import TEMPLATES
 
 Array = NDArray[Any]
+
+
+def conv(
+    shape: tuple[int, int, int, int, int, int], zeros: tuple[int, int], bounds: tuple[int, int] = (0, 255),
+    window: Window | None = None, plain_channels: int = 0,
+) -> IntegerConvolution:  # fmt: skip
+    """A convolution that is quantized at once; `zeros` are the zero points of data and result."""
+    numbers: list[Ref] = [("number", float(number)) for number in (1, zeros[1], *bounds)]
+    epilogue = Fused(Program((Step("quantize", (VALUE, *numbers)),)))
+    return IntegerConvolution(*shape, zeros[0], window or Window(), plain_channels, epilogue=epilogue)
+
+
+#: With channels in and out.
 CASES = {
-    "point": (QuantizedConvolution(2, 2, 7, 5, 3, 16, 128, 117), (32, 48)),
-    "window": (QuantizedConvolution(1, 1, 9, 8, 2, 16, 3, 0, window=Window((3, 3), padding=(1, 1, 1, 1))), (16, 32)),
-    "relu": (
-        QuantizedConvolution(1, 2, 6, 6, 1, 16, 255, 90, low=90, window=Window((3, 2), padding=(0, 1, 2, 0))),
-        (24, 9),
-    ),
+    "point": (conv((2, 2, 7, 5, 3, 16), (128, 117)), (32, 48)),
+    "window": (conv((1, 1, 9, 8, 2, 16), (3, 0), window=Window((3, 3), padding=(1, 1, 1, 1))), (16, 32)),
+    "relu": (conv((1, 2, 6, 6, 1, 16), (255, 90), (90, 255), Window((3, 2), padding=(0, 1, 2, 0))), (24, 9)),
     "strides": (
-        QuantizedConvolution(1, 1, 11, 13, 1, 16, 0, 200, 10, 220, Window((3, 3), (2, 2), (2, 1), (2, 1, 2, 1))),
+        conv((1, 1, 11, 13, 1, 16), (0, 200), (10, 220), Window((3, 3), (2, 2), (2, 1), (2, 1, 2, 1))),
         (3, 10),
     ),
-    "narrow blocks": (
-        QuantizedConvolution(1, 3, 5, 5, 2, 8, 7, 9, window=Window((1, 3), padding=(0, 1, 0, 1))),
-        (21, 15),
-    ),
-}
+    "narrow blocks": (conv((1, 3, 5, 5, 2, 8), (7, 9), window=Window((1, 3), padding=(0, 1, 0, 1))), (21, 15)),
+    "plain": (conv((1, 1, 9, 9, 2, 16), (9, 7), window=Window((3, 3), (2, 2), padding=(1, 1, 1, 1)), plain_channels=3),
+              (3, 32)),
+}  # fmt: skip
 
 
 class Quantized:
     """Random integers for a convolution of `channels` in and out, in ONNX's layout, and what ONNX Runtime gives."""
 
-    def __init__(self, conv: QuantizedConvolution, channels: tuple[int, int], seed: int = 0) -> None:
+    def __init__(self, conv: IntegerConvolution, channels: tuple[int, int], seed: int = 0) -> None:
         self.conv, (self.inside, self.outside) = conv, channels
         generator = np.random.default_rng(seed)
         self.data = generator.integers(0, 256, (conv.batch, self.inside, conv.height, conv.width)).astype(np.uint8)
@@ -57,14 +67,19 @@ class Quantized:
         conv, window = self.conv, self.conv.window
         wanted = self.session().run(None, {"x": self.data})[0]
         assert wanted.shape[2:] == window.extent(conv.height, conv.width)
-        return np.clip(wanted, conv.low, conv.high)
+        return np.clip(wanted, *self.numbers[2:])
+
+    @property
+    def numbers(self) -> list[float]:
+        """Scale, zero point and bounds of the result in the epilogue."""
+        return [float(number) for _, number in self.conv.epilogue.program.steps[0].arguments[1:]]
 
     def session(self, threads: int = 1) -> onnxruntime.InferenceSession:
         conv, window = self.conv, self.conv.window
         data, channels, result = self.scales
         weights = {
             "w": self.weight, "b": self.bias, "xs": np.float32(data), "xz": np.uint8(conv.data_zero), "ws": channels,
-            "wz": np.zeros(self.outside, np.int8), "ys": np.float32(result), "yz": np.uint8(conv.result_zero),
+            "wz": np.zeros(self.outside, np.int8), "ys": np.float32(result), "yz": np.uint8(self.numbers[1]),
         }  # fmt: skip
         node = helper.make_node(
             "QLinearConv", ["x", "xs", "xz", "w", "ws", "wz", "ys", "yz", "b"], ["y"],
@@ -84,16 +99,19 @@ class Quantized:
     def arguments(self) -> list[Array]:
         """Data, weights and constants in blocks, the slots without a channel filled with anything."""
         conv, block = self.conv, self.conv.block
+        missing = conv.out_blocks * block - self.outside
+        weight = np.pad(self.weight, ((0, missing), (0, 0), (0, 0), (0, 0)))
+        scale, scales, result = self.scales
+        factor = np.pad(np.float32(scale) * scales / np.float32(result), (0, missing))
+        added = offsets(conv.data_zero, weight, np.pad(self.bias, (0, missing)).astype(np.int64))
+        constants = [vector.reshape(conv.out_blocks, block) for vector in (added, factor)]
+        if conv.plain_channels:
+            return [self.data, pack_weights(conv, weight), *constants]
         n, c, h, w, _ = conv.data_shape
         data = np.full((n, c * block, h, w), 77, np.uint8)
         data[:, : self.inside] = self.data
-        weight = np.zeros((conv.out_blocks * block, c * block, *conv.window.kernel), np.int8)
-        weight[: self.outside, : self.inside] = self.weight
-        missing = conv.out_blocks * block - self.outside
-        scales = (self.scales[0], np.pad(self.scales[1], (0, missing)), self.scales[2])
-        added, factor = constants(conv, weight, np.pad(self.bias, (0, missing)), scales)
         blocked = np.ascontiguousarray(data.reshape(n, c, block, h, w).transpose(0, 1, 3, 4, 2))
-        return [blocked, pack_weights(conv, weight), added, factor]
+        return [blocked, pack_weights(conv, weight), *constants]
 
     def plain(self, result: Array) -> Array:
         """A blocked result in ONNX's layout."""
@@ -125,7 +143,7 @@ def test_convolution(case: str, host: Host) -> None:
     assert_equal(quantized.onnxruntime(), compute(quantized, library))
 
 
-def scheduled(conv: QuantizedConvolution, config: Config, cpu: Cpu) -> s_tir.Schedule:
+def scheduled(conv: IntegerConvolution, config: Config, cpu: Cpu) -> s_tir.Schedule:
     function = convolution(conv)
     schedule = s_tir.Schedule(tvm.IRModule({"main": function}))
     found = template_of(function)
@@ -153,9 +171,8 @@ def test_template(case: str, host: Host) -> None:
 
 def test_overflow_is_refused() -> None:
     """Sums that may leave 32 bits are an error, not other numbers: by the bias, or by the bias and the sum."""
-    weight, ones = np.full((16, 16, 1, 1), 127, np.int8), np.ones(16, np.float32)
+    weight = np.full((16, 16, 1, 1), 127, np.int8)
     for zero, bias in ((255, -(2**31) + 5), (0, 2**31 - 1000)):
-        conv = QuantizedConvolution(1, 1, 1, 1, 1, 16, zero, 0)
-        constants(conv, weight, np.zeros(16, np.int32), (1.0, ones, 1.0))
+        offsets(zero, weight, np.zeros(16, np.int64))
         with pytest.raises(OverflowError):
-            constants(conv, weight, np.full(16, bias, np.int32), (1.0, ones, 1.0))
+            offsets(zero, weight, np.full(16, bias, np.int64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any, ClassVar, Final
 
 from tvm.s_tir import TensorIntrin
@@ -54,6 +55,11 @@ _IMPL: Final = """
 """
 
 
+#: What the intrinsic is called, before its number of sums.
+_NAME: Final = "tunery_vpdpbusd_"
+_NAMED: Final = re.compile(rf"{_NAME}(\d+)")
+
+
 @functools.cache
 def dot_intrinsic(lanes: int) -> str:
     """The name under which TVM knows `vpdpbusd` of so many sums, a whole register of them."""
@@ -61,9 +67,15 @@ def dot_intrinsic(lanes: int) -> str:
     desc, impl = (
         from_source((_DOT + body).format(kind=kind, **sizes)) for kind, body in (("desc", _DESC), ("impl", _IMPL))
     )
-    name = f"tunery_vpdpbusd_{lanes}"
+    name = f"{_NAME}{lanes}"
     TensorIntrin.register(name, desc, impl, override=True)
     return name
+
+
+def register_intrinsics(trace: str) -> None:
+    """Make known to this process what a stored trace replaces loops by: it is made where it is used first."""
+    for lanes in set(_NAMED.findall(trace)):
+        dot_intrinsic(int(lanes))
 
 
 class IntegerTemplate(Template):
@@ -118,12 +130,9 @@ class IntegerTemplate(Template):
         for loop in (oi, wi):
             schedule.unroll(loop)
         self._write_back(schedule, result)
-        if geometry["staged"]:
-            loops = schedule.get_loops(schedule.get_sblock("stage"))
-            schedule.vectorize(loops[-1])
-            rows = schedule.fuse(*loops[:3])
-            if c["parallel"]:
-                schedule.parallel(rows)
+        for name, there in (("quantized", geometry["quantized"]), ("stage", geometry["staged"])):
+            if there:
+                self._place_rows(schedule, schedule.get_sblock(name), geometry, c, cpu)
         if not c["dot"]:
             schedule.reorder(four, v)
             schedule.unroll(four)
@@ -131,6 +140,20 @@ class IntegerTemplate(Template):
         self._write_back(schedule, schedule.decompose_reduction(total, ic))
         if c["dot"]:
             schedule.tensorize(v, dot_intrinsic(geometry["v"]))
+
+    @staticmethod
+    def _place_rows(schedule: Any, block: Any, g: Geometry, c: Config, cpu: Cpu) -> None:
+        """What is made of all the data before anything is summed."""
+        loops = schedule.get_loops(block)
+        # Few channels side by side are gathered from as many planes: there is no vector to load.
+        if not g["plain"]:
+            schedule.vectorize(loops[-1])
+        elif len(loops) == 4 and int(schedule.get(loops[-1]).extent) % cpu.lanes == 0:
+            _, vector = schedule.split(loops[-1], [None, cpu.lanes])
+            schedule.vectorize(vector)
+        rows = schedule.fuse(*loops[:3])
+        if c["parallel"]:
+            schedule.parallel(rows)
 
     @staticmethod
     def _write_back(schedule: Any, block: Any) -> None:
@@ -153,5 +176,5 @@ class IntegerTemplate(Template):
             math.log2(g["n"] * g["h"] * (g["o"] // c["tile_o"])),
             math.log2(c["tile_o"] * g["v"] * reduction / cpu.l1_bytes),
             math.log2(reduction), math.log2(g["ic"]), g["kh"], g["kw"], g["stride"], math.log2(g["h"] * g["w"]),
-            math.log2(g["o"]), g["staged"],
+            math.log2(g["o"]), g["staged"], g["quantized"], g["plain"], g["others"], g["bytes"],
         ]  # fmt: skip
