@@ -38,6 +38,7 @@ KINDS: Final[Mapping[type[errors.TuneryError], ProblemKind]] = {
     errors.TuneryError: ProblemKind(500, "internal-error", "The service failed"),
     errors.InvalidRequest: ProblemKind(422, "invalid-request", "A field of the request is wrong"),
     errors.InvalidModel: ProblemKind(422, "invalid-model", "The model cannot be read"),
+    errors.InvalidCalibration: ProblemKind(422, "invalid-calibration", "The calibration data cannot be read"),
     errors.UnsupportedOperator: ProblemKind(422, "unsupported-operator", "The model holds an unsupported operator"),
     errors.ShapeMismatch: ProblemKind(422, "shape-mismatch", "An input's shape does not fit the model"),
     errors.UnknownDevice: ProblemKind(422, "unknown-device", "No such device"),

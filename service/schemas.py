@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
 from tuning_db.errors import InvalidRequest, UnsupportedOption
 from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
@@ -180,6 +181,26 @@ class ModelOut(BaseModel):
             bytes=model.size_bytes,
             inputs=[PortOut.of(port) for port in model.inputs],
             outputs=[PortOut.of(port) for port in model.outputs],
+        )
+
+
+class ArrayOut(BaseModel):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class CalibrationOut(BaseModel):
+    digest: str
+    bytes: int
+    arrays: list[ArrayOut]
+
+    @classmethod
+    def of(cls, calibration: CalibrationInfo) -> Self:
+        return cls(
+            digest=calibration.digest,
+            bytes=calibration.size_bytes,
+            arrays=[ArrayOut(name=a.name, dtype=a.dtype, shape=list(a.shape)) for a in calibration.arrays],
         )
 
 

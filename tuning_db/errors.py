@@ -3,6 +3,7 @@
     TuneryError
     ├── InvalidRequest            a field of the request is wrong; carries the field's name
     │   ├── InvalidModel          the uploaded bytes are not a model that can be read
+    │   ├── InvalidCalibration    the uploaded bytes are not calibration data that can be read
     │   ├── UnsupportedOperator   the model holds an operator that cannot be compiled
     │   ├── ShapeMismatch         an input shape is missing, or contradicts the model
     │   ├── UnknownDevice         nobody has reported such a device
@@ -57,6 +58,13 @@ class InvalidModel(InvalidRequest):
     """The uploaded bytes are not a model that can be read."""
 
     def __init__(self, message: str, *, field: str = "model") -> None:
+        super().__init__(message, field=field)
+
+
+class InvalidCalibration(InvalidRequest):
+    """The uploaded bytes are not calibration data that can be read; the message names the array."""
+
+    def __init__(self, message: str, *, field: str = "calibration") -> None:
         super().__init__(message, field=field)
 
 

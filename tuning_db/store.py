@@ -17,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
 from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
 from tuning_db.errors import (
@@ -34,11 +35,22 @@ from tuning_db.errors import (
     UnknownDevice,
 )
 from tuning_db.jobs import Claim, Job, JobError, JobEvent, JobSpec, JobState
-from tuning_db.keys import KEY_VERSION, ArtifactKey, DeviceIdentity, Json, RecordScope, Toolchain, nearest, to_json
+from tuning_db.keys import (
+    KEY_VERSION,
+    ArtifactKey,
+    DeviceIdentity,
+    Json,
+    RecordScope,
+    TensorSpec,
+    Toolchain,
+    nearest,
+    to_json,
+)
 from tuning_db.migrations import check_connection, check_schema
 from tuning_db.models import (
     ArtifactRow,
     Base,
+    CalibrationRow,
     CostModelRow,
     DeviceRow,
     EventRow,
@@ -161,6 +173,49 @@ class TuningStore:
                 inputs=tuple(map(PortSpec.from_json, row.inputs)),
                 outputs=tuple(map(PortSpec.from_json, row.outputs)),
             )
+
+        return self._read(read)
+
+    # calibration data
+    def add_calibration(self, calibration: CalibrationInfo) -> bool:
+        """Remember uploaded samples; False if their digest is known already (the first upload's bytes stay)."""
+
+        def write(session: Session) -> bool:
+            row = {
+                "digest": calibration.digest,
+                "blob": calibration.blob,
+                "size_bytes": calibration.size_bytes,
+                "arrays": to_json(calibration.arrays),
+                "created_at": self._clock(),
+            }
+            statement = self._insert(CalibrationRow).values(row).on_conflict_do_nothing()
+            return session.scalar(statement.returning(CalibrationRow.digest)) is not None
+
+        return self._write(write)
+
+    def replace_calibration_blob(self, digest: str, old: str, new: tuple[str, int]) -> bool:
+        """As `replace_model_blob`, for another archive of the same arrays."""
+
+        def write(session: Session) -> bool:
+            blob, size_bytes = new
+            replaced = session.scalar(
+                update(CalibrationRow)
+                .where(CalibrationRow.digest == digest, CalibrationRow.blob == old)
+                .values(blob=blob, size_bytes=size_bytes)
+                .returning(CalibrationRow.digest)
+            )
+            return replaced is not None
+
+        return self._write(write)
+
+    def calibration(self, digest: str) -> CalibrationInfo:
+        """NotFound if nobody uploaded it."""
+
+        def read(session: Session) -> CalibrationInfo:
+            row = session.get(CalibrationRow, digest)
+            if row is None:
+                raise NotFound(f"no calibration data {digest!r} is stored; upload it first")
+            return CalibrationInfo(row.digest, row.blob, row.size_bytes, tuple(map(TensorSpec.from_json, row.arrays)))
 
         return self._read(read)
 
@@ -780,7 +835,7 @@ class TuningStore:
         def read(session: Session) -> bool:
             return any(
                 session.scalar(select(exists().where(column == sha256)))
-                for column in (ModelRow.blob, ArtifactRow.library)
+                for column in (ModelRow.blob, CalibrationRow.blob, ArtifactRow.library)
             )
 
         return self._read(read)

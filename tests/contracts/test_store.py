@@ -31,6 +31,7 @@ from tests.samples import (
     make_workload,
     sha256,
 )
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import ModelInfo, PortSpec, Roof
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import (
@@ -153,6 +154,34 @@ class TestModels:
         """A model that nobody uploaded is NotFound."""
         with pytest.raises(NotFound, match="upload it"):
             store.model(sha256("nothing"))
+
+
+class TestCalibrations:
+    DATA = CalibrationInfo(
+        digest=sha256("samples"),
+        blob=sha256("an archive"),
+        size_bytes=5_000_000_000,
+        arrays=(TensorSpec("0/x\0", "float32", (1, 3, 8, 8)), TensorSpec("1/x\0", "int64", ())),
+    )
+
+    def test_round_trip(self, store: TuningStore) -> None:
+        """Samples come back as they were put; a second archive of them is told so, and the first one's bytes stay."""
+        assert store.add_calibration(self.DATA) is True
+        assert store.add_calibration(replace(self.DATA, blob=sha256("another archive"))) is False
+        assert store.calibration(self.DATA.digest) == self.DATA
+        assert store.blob_is_referenced(self.DATA.blob)
+
+    def test_lost_bytes_are_replaced_once(self, store: TuningStore) -> None:
+        """Another archive takes the place of the lost one; whoever comes later with a third is told so."""
+        store.add_calibration(self.DATA)
+        assert store.replace_calibration_blob(self.DATA.digest, self.DATA.blob, (sha256("second"), 7)) is True
+        assert store.replace_calibration_blob(self.DATA.digest, self.DATA.blob, (sha256("third"), 8)) is False
+        assert store.calibration(self.DATA.digest) == replace(self.DATA, blob=sha256("second"), size_bytes=7)
+
+    def test_unknown(self, store: TuningStore) -> None:
+        """Samples that nobody uploaded are NotFound."""
+        with pytest.raises(NotFound, match="upload it"):
+            store.calibration(sha256("nothing"))
 
 
 class TestDevices:
@@ -1189,7 +1218,7 @@ class TestArtifacts:
         assert caught.value.nearest == ()
 
     def test_references(self, store: TuningStore) -> None:
-        """A blob is in use while a model or an artifact points to it."""
+        """A blob is in use while a model, samples or an artifact point to it."""
         claim, _ = running(store)
         store.publish(claim, LIBRARY, 0.01, {})
         store.add_model(TestModels.MODEL)

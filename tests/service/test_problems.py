@@ -193,6 +193,7 @@ HOSTILE = [
     "path",
     [
         "/v1/models/{}",
+        "/v1/calibrations/{}",
         "/v1/jobs/{}",
         "/v1/jobs/{}/events",
         "/v1/artifacts/{}",
@@ -262,7 +263,9 @@ def test_description_is_whole(service: Service) -> None:
 
     answer = service.http.get("/openapi.json")
     document = answer.json()
-    assert {"/v1/jobs", "/v1/models", "/v1/artifacts/{key}/library", "/readyz"} <= set(document["paths"])
+    assert {"/v1/jobs", "/v1/models", "/v1/calibrations", "/v1/artifacts/{key}/library", "/readyz"} <= set(
+        document["paths"]
+    )
     referred = set(re.findall(r'"\$ref":\s*"#/components/schemas/([^"]+)"', answer.text))
     assert {"SearchIn", "JobOut"} <= referred
     assert referred <= set(document["components"]["schemas"])

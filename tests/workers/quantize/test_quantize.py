@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 from tests.workers.models import make_model, matmuls, normal, port, save
-from tuning_db.errors import InvalidRequest
+from tuning_db.errors import InvalidCalibration, InvalidRequest
 from tuning_db.keys import TensorSpec
 from workers.quantize.__main__ import Request, run
 from workers.quantize.quantizer import Recipe
-from workers.quantize.samples import Samples
+from workers.quantize.samples import Samples, examine
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -272,7 +272,7 @@ def test_layouts_of_archives(tmp_path: Path) -> None:
     anything = tarred(tmp_path, {f"picture {i}.npy": npy(data[i]) for i in range(4)})
     np.testing.assert_array_equal([s["x"] for s in read(anything, IMAGE)], data)
     bigger = data.astype(">f4")
-    with pytest.raises(InvalidRequest, match=r"'x\.npy' is >f4"):
+    with pytest.raises(InvalidCalibration, match=r"'x\.npy' is >f4"):
         read(npz(tmp_path, x=bigger), IMAGE)
 
 
@@ -283,7 +283,7 @@ def bad_archives(folder: Path) -> dict[str, tuple[Path, str]]:
     spoilt[1, 0, 2, 3, 4] = np.nan
     cases = {
         "nan": ({"x.npy": npy(spoilt)}, "sample 1 of input 'x' holds NaN"),
-        "none": ({"x.npy": npy(images(0))}, "hold no samples"),
+        "none": ({"x.npy": npy(images(0))}, "holds no samples"),
         "no array": ({"readme.txt": b"hello"}, "no .npy file"),
         "dtype": ({"x.npy": npy(images(2).astype(np.float64))}, r"float64, input 'x' takes float32; convert it"),
         "shape": ({"x.npy": npy(images(2)[..., :8])}, r"\[2, 1, 3, 16, 8\]; input 'x' takes \[1, 3, 16, 16\]"),
@@ -311,7 +311,11 @@ def test_bad_archives(tmp_path: Path) -> None:
     for name, (path, words) in bad_archives(tmp_path).items():
         with pytest.raises(InvalidRequest, match=words) as caught, Samples(path, (IMAGE,)) as samples:
             list(samples)
-        assert caught.value.field == "quantization.calibration", name
+        of_model = name in ("dtype", "shape")  # else no model could use it, and no upload is kept
+        assert caught.value.field == ("quantization.calibration" if of_model else "calibration"), name
+        if not of_model:
+            with pytest.raises(InvalidCalibration):
+                examine(path)
 
 
 def test_inputs_that_do_not_match(tmp_path: Path) -> None:
@@ -340,5 +344,5 @@ def test_process(tmp_path: Path) -> None:
     data[2, 0, 0, 0, 0] = np.inf
     answer = start(tmp_path, ask(tmp_path, residual_net(), npz(tmp_path, x=data)))
     assert answer["ok"] is False
-    assert (answer["error"]["type"], answer["error"]["field"]) == ("InvalidRequest", "quantization.calibration")
+    assert (answer["error"]["type"], answer["error"]["field"]) == ("InvalidCalibration", "calibration")
     assert "sample 2 of input 'x' holds NaN or infinity" in answer["error"]["message"]
