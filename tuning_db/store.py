@@ -320,7 +320,8 @@ class TuningStore:
 
         Answers it: the oldest QUEUED or RUNNING job of the same key whose budget covers the request, else the newest
         SUCCEEDED one that covers it, if the key's artifact is still there. A request for more than these makes a job
-        of its own, which goes on from the records of the smaller ones.
+        of its own, which goes on from the records of the smaller ones; so does one for a quantized library that has to
+        be better than those asked for so far.
         `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same job
         again, whatever has become of it; the same key with another body raises IdempotencyConflict.
         Twenty equal calls at once make one job: a partial unique index allows one unfinished job a key and budget.
@@ -364,7 +365,7 @@ class TuningStore:
         for statement in (active, succeeded):
             for row in session.scalars(statement):
                 job = _readable_job(row)
-                if job is not None and job.spec.search.covers(spec.search):
+                if job is not None and job.spec.answers(spec):
                     return row
             # Without a library that is served, no finished job is an answer.
             artifact = session.get(ArtifactRow, digest)
@@ -384,7 +385,7 @@ class TuningStore:
         row = JobRow(
             id=uuid.uuid4().hex,
             key_digest=spec.key.digest(),
-            budget_digest=spec.search.budget_digest(),
+            budget_digest=spec.budget_digest(),
             device=spec.key.device.name,
             spec=spec.to_json(),
             state=JobState.QUEUED.value,

@@ -47,8 +47,8 @@ from tuning_db.errors import (
     StorageFull,
     UnknownDevice,
 )
-from tuning_db.jobs import Claim, Job, JobError, JobState, SearchConfig
-from tuning_db.keys import KEY_VERSION, BuildOptions, Json, TensorSpec
+from tuning_db.jobs import Claim, Job, JobError, JobSpec, JobState, SearchConfig
+from tuning_db.keys import KEY_VERSION, BuildOptions, Json, QuantizationConfig, TensorSpec
 from tuning_db.store import Swept, TuningStore, experience_query
 from tuning_db.trials import Experience, Failed, FailureKind, Measured, StoredCostModel, Trial, Workload
 
@@ -329,6 +329,22 @@ class TestSubmit:
         assert store.submit(make_spec(search=SearchConfig(tuner="none"))).job.id == small.job.id
         assert store.submit(make_spec(search=SearchConfig(trials=64, seconds=61))).created
         assert len(store.jobs()) == 3
+
+    def test_threshold(self, store: TuningStore) -> None:
+        """A job answers requests of the same key with its threshold or a lower one; a higher one makes a job of its
+        own, at any time."""
+        key = make_key(quantization=QuantizationConfig("int8", calibration=sha256("samples")).resolved())
+        search = SearchConfig(trials=8, seconds=60)
+        first = store.submit(JobSpec(key, search, 20)).job
+        assert [store.submit(JobSpec(key, search, wanted)).job.id for wanted in (None, 19, 20)] == [first.id] * 3
+        second = store.submit(JobSpec(key, search, 30))
+        assert second.created
+        for job_id in (first.id, second.job.id):
+            claimed = store.claim(job_id, "w1")
+            assert claimed is not None
+            store.publish(claimed[0], LIBRARY, 0.01, {})
+        assert store.submit(JobSpec(key, search, 25)).job == store.job(second.job.id)
+        assert store.submit(JobSpec(key, search, 31)).created
 
     def test_two_budgets_at_once(self, store: TuningStore) -> None:
         """Twenty requests at once for two budgets make at most one job for each, and nobody gets less than asked."""

@@ -1,9 +1,10 @@
-"""Calibration data: uploaded as models are, and named by its arrays alone."""
+"""Calibration data: uploaded as models are, named by its arrays alone, and matched with a model before any queue."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.service.conftest import Service
+from tests.service.conftest import Service, relu_model
 from tests.service.test_models import ask_raw, stored
 
 
@@ -55,6 +56,12 @@ def tarred(members: Mapping[str, bytes]) -> bytes:
 
 def upload(service: Service, content: bytes) -> httpx.Response:
     return service.http.post("/v1/calibrations", files={"calibration": ("s.npz", content)})
+
+
+def calibrate(service: Service, seed: int = 0) -> str:
+    answer = upload(service, npz(x=samples(seed)))
+    assert answer.is_success, answer.text
+    return str(answer.json()["digest"])
 
 
 def test_upload_is_new_once(service: Service) -> None:
@@ -104,9 +111,14 @@ def test_second_archive_heals_a_lost_one(service: Service) -> None:
     sha256 = hashlib.sha256(content).hexdigest()
     path = service.blobs.root / sha256[:2] / sha256
     path.unlink()
+    model = service.upload(relu_model())
+    asked = {"quantization": {"scheme": "int8", "calibration": digest}}
+    lost = service.submit(model, 2, **asked)
+    assert (lost.status_code, lost.json()["field"]) == (404, "quantization.calibration")
     again = npz(True, x=samples(7))
     assert upload(service, again).json()["digest"] == digest
     assert service.store.calibration(digest).blob == hashlib.sha256(again).hexdigest()
+    assert service.submit(model, 2, **asked).status_code == 201
 
 
 NAN = samples()
@@ -166,3 +178,68 @@ def test_limits(service: Service) -> None:
 def _claiming(entry: bytes) -> bytes:
     """What follows the signature of an entry in a zip's directory, with nearly 4 GiB as its size."""
     return entry if entry.startswith(b"PK") else entry[:20] + (0xFFFFFFFE).to_bytes(4, "little") + entry[24:]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": samples().astype(np.float64)}, "'x.npy' is float64, input 'x' takes float32; convert it"),
+        ({"x": samples()[..., :3]}, "'x.npy' has the shape [3, 2, 3]; input 'x' takes [2, 4]"),
+        ({"y/z": samples()[0], "x": samples()}, None),
+        ({"x": np.concatenate(list(samples())), "size": np.arange(3)}, "'size.npy' is int64, input 'x' takes"),
+    ],
+)
+def test_samples_must_fit_the_model(
+    service: Service, model: str, arrays: dict[str, NDArray[Any]], says: str | None
+) -> None:
+    """Samples whose names, dtypes or shapes are not those of the model's inputs are 422 before there is a job."""
+    digest = upload(service, npz(**arrays)).json()["digest"]
+    jobs = service.http.get("/v1/jobs").json()["jobs"][:1]
+    answer = service.submit(model, 2, quantization={"scheme": "int8", "calibration": digest})
+    if says is None:
+        assert answer.status_code == 201, "with one input, arrays may have any name"
+        return
+    assert (answer.status_code, answer.json()["field"]) == (422, "quantization.calibration")
+    assert says in answer.json()["detail"]
+    assert service.http.get("/v1/jobs").json()["jobs"][:1] == jobs
+
+
+def test_every_wish_is_a_key_of_its_own(service: Service, model: str) -> None:
+    """Mode, samples, method, percentile, scales and exclusions make jobs of their own, defaults spelled out none; and a
+    miss names each field that differs."""
+    first, second = calibrate(service, 10), calibrate(service, 11)
+    base = {"scheme": "int8", "calibration": first}
+    answers = [
+        service.submit(model, 2, quantization={**base, **changes})
+        for changes in (
+            {}, {"calibration": second}, {"mode": "dynamic"}, {"method": "entropy"}, {"method": "percentile"},
+            {"method": "percentile", "percentile": 99.9}, {"per_channel": False}, {"exclude": ["b", "a"]},
+        )
+    ]  # fmt: skip
+    assert [answer.status_code for answer in answers] == [201] * len(answers), [a.text for a in answers]
+    assert len({answer.json()["key"] for answer in answers}) == len(answers)
+    shown = answers[0].json()["spec"]["quantization"]
+    defaults = {"mode": "static", "method": "minmax", "per_channel": True, "exclude": []}
+    assert shown == {"scheme": "int8", "calibration": first, **defaults}
+    spelled = service.submit(model, 2, quantization=shown)
+    assert (spelled.status_code, spelled.json()["id"]) == (200, answers[0].json()["id"])
+    judged = service.submit(model, 2, quantization={**base, "min_sqnr_db": 20})
+    assert (judged.status_code, judged.json()["key"]) == (201, answers[0].json()["key"])
+    assert judged.json()["spec"]["quantization"]["min_sqnr_db"] == 20
+
+    service.finish(answers[7].json()["id"], b"int8")
+    wanted = {"model": model, "input": "x:float32[2,4]", "quantization": json.dumps({**base, "exclude": ["a", "b"]})}
+    assert service.http.get("/v1/artifacts", params=wanted).json()["key"] == answers[7].json()["key"]
+    other = {**wanted, "quantization": json.dumps({"scheme": "int8", "mode": "dynamic"})}
+    miss = service.http.get("/v1/artifacts", params=other)
+    assert miss.status_code == 404
+    (near,) = [near for near in miss.json()["nearest"] if near["key"] == answers[7].json()["key"]]
+    assert [difference["field"] for difference in near["differences"]] == [
+        "quantization.calibration", "quantization.method", "quantization.exclude", "quantization.mode",
+    ]  # fmt: skip
+
+
+def test_unknown_samples_are_404(service: Service, model: str) -> None:
+    """A digest that nobody uploaded is not found, and the field is named."""
+    answer = service.submit(model, 2, quantization={"scheme": "int8", "calibration": "0" * 64})
+    assert (answer.status_code, answer.json()["field"]) == (404, "quantization.calibration")

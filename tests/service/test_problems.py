@@ -93,6 +93,10 @@ def test_unsafe_request_ids_are_replaced(service: Service, asked: str | bytes) -
         ({"model": "m", "device": 3}, "device"),
         ({"model": "m", "options": {"fast_math": "yes"}}, "options.fast_math"),
         ({"model": "m", "options": {"winograd": 0}}, "options.winograd"),
+        ({"model": "m", "quantization": {"shceme": "int8"}}, "quantization.shceme"),
+        ({"model": "m", "quantization": {"per_channel": "yes"}}, "quantization.per_channel"),
+        ({"model": "m", "quantization": {"exclude": "conv"}}, "quantization.exclude"),
+        ({"model": "m", "quantization": {"exclude": [""]}}, "quantization.exclude.0"),
         ([1], "body"),
     ],
 )

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +19,8 @@ from onnx import ModelProto
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 from tuning_db.errors import InvalidRequest
+from workers.frontend.operators import QUANTIZED
+from workers.quantize.request import SOURCE, Recipe
 from workers.quantize.samples import Sample, Samples
 
 #: How the range of a tensor is chosen from its values, by the name users give.
@@ -28,27 +29,6 @@ METHODS: Final = {
     "entropy": CalibrationMethod.Entropy,
     "percentile": CalibrationMethod.Percentile,
 }
-#: Percent of a tensor's values that `percentile` keeps in range.
-PERCENTILE: Final = 99.999
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What decides a quantized model, apart from the model and the samples.
-
-    `method` is None for dynamic quantization, which measures ranges while the model runs.
-    """
-
-    method: str | None = "minmax"
-    per_channel: bool = True
-    exclude: tuple[str, ...] = ()  #: names of nodes that stay fp32
-
-    def __post_init__(self) -> None:
-        if self.method is not None and self.method not in METHODS:
-            raise InvalidRequest(
-                f"quantization.method {self.method!r} is not one of {', '.join(map(repr, METHODS))}",
-                field="quantization.method",
-            )
 
 
 def name_nodes(model: ModelProto) -> None:
@@ -68,10 +48,13 @@ def quantize(model: ModelProto, recipe: Recipe, samples: Samples | None, target:
     static quantization without samples.
     """
     before = {node.op_type for node in model.graph.node}
-    if before & _MARKS:
-        raise InvalidRequest("int8: the model is quantized already", field="quantization.scheme")
+    if before & QUANTIZED:
+        raise InvalidRequest(
+            "int8: the model is quantized already; ask for the scheme 'none', which leaves it as it is",
+            field="quantization.scheme",
+        )
     excluded = _excluded(model, recipe.exclude)
-    source = target.with_name("source.onnx")
+    source = target.with_name(SOURCE)
     onnx.save_model(model, source)
     with _quiet():
         if recipe.method is None:
@@ -103,20 +86,16 @@ def quantize(model: ModelProto, recipe: Recipe, samples: Samples | None, target:
                     "CalibStridedMinMax": 1,
                     # Most activations are not around zero: a symmetric range would waste half of them.
                     "CalibTensorRangeSymmetric": False,
-                    "CalibPercentile": PERCENTILE,
+                    "CalibPercentile": recipe.percentile,
                 },
             )
     quantized = onnx.load(target)
-    if not {node.op_type for node in quantized.graph.node} & _MARKS:
+    if not {node.op_type for node in quantized.graph.node} & QUANTIZED:
         raise InvalidRequest(
             "int8: the model holds no operator that can be quantized, or all of them are excluded",
             field="quantization.scheme",
         )
     return quantized
-
-
-#: Operators of which a quantized graph holds one.
-_MARKS: Final = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 
 
 class _Reader:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-import os
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 from tests.workers.models import make_model, matmuls, normal, port, save
-from tuning_db.errors import InvalidCalibration, InvalidRequest
-from tuning_db.keys import TensorSpec
-from workers.quantize.__main__ import Request, run
-from workers.quantize.quantizer import Recipe
+from tuning_db.errors import InvalidCalibration, InvalidRequest, QuantizationFailed
+from tuning_db.keys import QuantizationConfig, TensorSpec
+from workers.quantize.__main__ import run
+from workers.quantize.request import Recipe, Request, quantize_apart
 from workers.quantize.samples import Samples, examine
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -117,17 +114,6 @@ def ask(
     )
 
 
-def start(folder: Path, request: Request) -> dict[str, Any]:
-    """The answer of the process, as a worker starts it."""
-    spec = folder / "spec.json"
-    spec.write_text(request.to_json())
-    command = [sys.executable, "-m", "workers.quantize", str(spec), str(os.getpid())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def quantize(*arguments: Any, **options: Any) -> tuple[dict[str, Any], Path]:
     """The report and the quantized model, within this process; arguments as of `ask`."""
     request = ask(*arguments, **options)
@@ -137,6 +123,25 @@ def quantize(*arguments: Any, **options: Any) -> tuple[dict[str, Any], Path]:
 
 def operators(path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(path).graph.node]
+
+
+def test_recipe_of_a_key() -> None:
+    """What a key says of int8 is what the quantizer does."""
+    asked = QuantizationConfig("int8", "ab" * 32, "percentile", ("conv",), percentile=99.0, per_channel=False)
+    assert Recipe.of(asked.resolved()) == Recipe("percentile", per_channel=False, exclude=("conv",), percentile=99.0)
+    assert Recipe.of(QuantizationConfig("int8", mode="dynamic").resolved()) == Recipe(None)
+    assert Recipe.of(QuantizationConfig("int8", "ab" * 32).resolved()) == Recipe()
+
+
+def test_percentile(tmp_path: Path) -> None:
+    """The fewer values are kept in range, the shorter the ranges: the scale of the input says so."""
+    scales = []
+    for percentile in (100.0, 90.0):
+        recipe = Recipe("percentile", percentile=percentile)
+        _, path = quantize(tmp_path, residual_net(), npz(tmp_path, x=images()), recipe=recipe)
+        (scale,) = (t for t in onnx.load(path).graph.initializer if t.name == "x_scale")
+        scales.append(float(onnx.numpy_helper.to_array(scale)))
+    assert scales[1] < 0.7 * scales[0]
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
@@ -335,14 +340,17 @@ def test_inputs_that_do_not_match(tmp_path: Path) -> None:
 
 
 def test_process(tmp_path: Path) -> None:
-    """The process answers on its stdout and exits 0, whether the data is good or holds an infinity."""
+    """A job's process says how far it is, and answers with the report, or with what is wrong and what kind that is."""
     data = images(3)
     good = ask(tmp_path, residual_net(), npz(tmp_path, x=data))
-    answer = start(tmp_path, good)
-    assert answer["ok"]
-    assert answer["report"] == run(good)
+    said: list[str] = []
+    assert quantize_apart(good, tmp_path, said.append) == run(good)
+    assert said == ["int8, calibrated by minmax on 3 samples", "comparing with fp32 on 3 samples"]
     data[2, 0, 0, 0, 0] = np.inf
-    answer = start(tmp_path, ask(tmp_path, residual_net(), npz(tmp_path, x=data)))
-    assert answer["ok"] is False
-    assert (answer["error"]["type"], answer["error"]["field"]) == ("InvalidCalibration", "calibration")
-    assert "sample 2 of input 'x' holds NaN or infinity" in answer["error"]["message"]
+    bad = ask(tmp_path, residual_net(), npz(tmp_path, x=data))
+    with pytest.raises(QuantizationFailed, match="sample 2 of input 'x' holds NaN or infinity") as caught:
+        quantize_apart(bad, tmp_path, said.append)
+    assert caught.value.kind == "invalid-calibration"
+    with pytest.raises(QuantizationFailed, match="exit status 1: FileNotFoundError") as caught:
+        quantize_apart(replace(good, model=str(tmp_path / "gone")), tmp_path, said.append)
+    assert caught.value.kind == "quantization-failed"
