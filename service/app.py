@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import problems
 from service.dispatch import Dispatcher
 from service.inspector import Inspector
-from service.routes import artifacts, devices, health, jobs, models
+from service.routes import artifacts, calibrations, devices, health, jobs, models
 from service.services import Services
 from service.settings import InvalidSetting, Settings, read_settings
 from tuning_db.blobs import BlobStore
@@ -71,7 +71,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
         redirect_slashes=False,  # an address is right or wrong
     )
-    routers = [module.router for module in (models, jobs, artifacts, devices, health)]
+    routers = [module.router for module in (models, calibrations, jobs, artifacts, devices, health)]
     for router in routers:
         app.include_router(router)
     problems.install(app, [route for router in routers for route in router.routes])

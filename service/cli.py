@@ -1,7 +1,8 @@
 """The `tunery` command. Standard output holds the answer alone, so that it can be piped; all else goes to stderr.
 
 Exit codes: 0 done · 2 usage, or a request that the service refuses · 3 no library under that key · 4 the job failed or
-was cancelled · 5 the service cannot be reached or fails · 6 damaged bytes, or numbers that differ from the reference ·
+was cancelled · 5 the service cannot be reached or fails · 6 damaged bytes, or numbers that differ from the reference or
+are not as good as was asked ·
 130 interrupted with Ctrl-C.
 """
 
@@ -42,6 +43,7 @@ from service.client import (
 )
 from service.supervisor import StartFailed, Supervisor, settings_complaint
 from tuning_db.jobs import TUNERS
+from tuning_db.keys import CALIBRATION_METHODS, DeviceIdentity
 
 USAGE: Final = 2
 CACHE_MISS: Final = 3
@@ -76,6 +78,27 @@ WinogradOption = Annotated[
         help="Convolutions may be computed by Winograd's algorithm where it measures faster; it rounds otherwise.",
     ),
 ]
+Int8Option = Annotated[bool, typer.Option("--int8", help="Compute in 8-bit integers, as the options below say.")]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SAMPLES", help="An .npz, a zip, tar or folder of .npy files, or the digest of uploaded samples."
+    ),
+]
+DynamicOption = Annotated[
+    bool, typer.Option("--dynamic", help="Take the ranges of activations from each inference, not from samples.")
+]
+MethodOption = Annotated[
+    str | None, typer.Option(help=f"How ranges come from samples: {', '.join(CALIBRATION_METHODS)}.")
+]
+PercentileOption = Annotated[
+    float | None, typer.Option(help="Percent of the values that the method percentile keeps in range.")
+]
+PerChannelOption = Annotated[
+    bool | None,
+    typer.Option("--per-channel/--per-tensor", help="A scale for each channel of a weight (default), or one for all."),
+]
+ExcludeOption = Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that stays in fp32. Repeat.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Fetch the library into this folder.")]
@@ -142,6 +165,17 @@ def submit(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
     winograd: WinogradOption = True,
+    int8: Int8Option = False,
+    calibration: CalibrationOption = None,
+    dynamic: DynamicOption = False,
+    method: MethodOption = None,
+    percentile: PercentileOption = None,
+    per_channel: PerChannelOption = None,
+    exclude: ExcludeOption = None,
+    min_sqnr_db: Annotated[
+        float | None,
+        typer.Option(help="Publish only what keeps so many decibels of each output on the samples."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until the job has ended.")] = True,
     timeout: TimeoutOption = None,
     output: OutputOption = None,
@@ -156,6 +190,9 @@ def submit(
     }
     if output is not None and not wait:
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
+    quantization = _quantization(
+        int8, calibration, dynamic, method, percentile, per_channel, exclude, min_sqnr_db=min_sqnr_db
+    )
     _make(output)
     with _exit_codes(), Tunery(url) as client:
         handle = client.submit(
@@ -163,6 +200,7 @@ def submit(
             inputs=_inputs(inputs),
             device=device,
             search=search or None,
+            quantization=quantization,
             options=None if winograd else {"winograd": False},
         )
         what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
@@ -206,16 +244,61 @@ def key(
     inputs: InputOption = None,
     device: DeviceOption = None,
     winograd: WinogradOption = True,
+    int8: Int8Option = False,
+    calibration: CalibrationOption = None,
+    dynamic: DynamicOption = False,
+    method: MethodOption = None,
+    percentile: PercentileOption = None,
+    per_channel: PerChannelOption = None,
+    exclude: ExcludeOption = None,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest."""
+    quantization = _quantization(int8, calibration, dynamic, method, percentile, per_channel, exclude)
     with _exit_codes(as_json), Tunery(url) as client:
-        manifest = client.find(_model(model), inputs=_inputs(inputs), device=device, winograd=winograd)
+        manifest = client.find(
+            _model(model),
+            inputs=_inputs(inputs),
+            device=device,
+            quantization=quantization or "none",
+            winograd=winograd,
+        )
         if as_json:
             _print_json(manifest)
         else:
             out.print(manifest["key"], soft_wrap=True)
+
+
+@app.command()
+def show(
+    key: Annotated[str, typer.Argument(help="A key, as `tunery key` and `tunery submit` print it.")],
+    layers: Annotated[int, typer.Option(min=0, help="Of a quantized model, so many layers, the worst first.")] = 10,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is known of a library: latencies, agreement, and what quantization costs."""
+    with _exit_codes(as_json), Tunery(url) as client:
+        manifest = client.manifest(key)
+        if as_json:
+            _print_json(manifest)
+            return
+        _print_table(("of", "is"), _facts(manifest))
+        report = (manifest.get("quantization") or {}).get("report")
+        if report is not None:
+            columns = ("output", "SQNR dB", "cosine", "top-1 agreement")
+            figures = [
+                (o["output"], *map(_figure, (o["sqnr_db"], o["cosine"], o["top1_agreement"])))
+                for o in report["outputs"]
+            ]
+            _print_table(columns, figures)
+            worst = report["layers"][:layers]
+            if worst:
+                columns = ("layer, worst first", "operator", "own SQNR dB", "SQNR dB in the model")
+                _print_table(
+                    columns,
+                    [(w["node"], w["operator"], _figure(w["own_sqnr_db"]), _figure(w["sqnr_db"])) for w in worst],
+                )
 
 
 @app.command()
@@ -441,7 +524,7 @@ def _exit_codes(as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(USAGE) from None
     except JobFailed as error:
         _say(str(error))
-        raise typer.Exit(INTEGRITY if error.kind == "check-failed" else JOB_FAILED) from None
+        raise typer.Exit(INTEGRITY if error.kind in ("check-failed", "accuracy-too-low") else JOB_FAILED) from None
     except (JobCancelled, WaitTimeout) as error:
         _say(str(error))
         raise typer.Exit(JOB_FAILED) from None
@@ -506,6 +589,69 @@ def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
             raise typer.BadParameter(f"input {name!r} is given twice", param_hint="--input")
         inputs[name] = value
     return inputs
+
+
+def _quantization(
+    int8: bool,
+    calibration: str | None,
+    dynamic: bool,
+    method: str | None,
+    percentile: float | None,
+    per_channel: bool | None,
+    exclude: Sequence[str] | None,
+    *,
+    min_sqnr_db: float | None = None,
+) -> dict[str, Any] | None:
+    """The request's `quantization`; what has no meaning together is for the service to say."""
+    wanted = {
+        "calibration": calibration,
+        "mode": "dynamic" if dynamic else None,
+        "method": method,
+        "percentile": percentile,
+        "per_channel": per_channel,
+        "exclude": list(exclude) if exclude else None,
+        "min_sqnr_db": min_sqnr_db,
+    }
+    said = {name: value for name, value in wanted.items() if value is not None}
+    if not int8:
+        if said:
+            option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
+            raise typer.BadParameter("has a meaning with --int8 alone", param_hint=option)
+        return None
+    if calibration is not None and re.fullmatch(r"[0-9a-f]{64}", calibration) is None:
+        try:
+            if not Path(calibration).is_dir():
+                Path(calibration).open("rb").close()
+        except OSError as error:
+            raise typer.BadParameter(
+                f"{calibration!r} cannot be read: {error.strerror or error}", param_hint="--calibration"
+            ) from None
+    return {"scheme": "int8", **said}
+
+
+def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a manifest says, one fact a row."""
+    key = manifest["key_fields"]
+    facts = [
+        ("key", manifest["key"]),
+        ("model", key["model"]),
+        ("device", DeviceIdentity.from_json(key["device"]).name),
+        ("inputs", _shapes({spec["name"]: spec for spec in key["inputs"]})),
+    ]
+    for name, taken in manifest.get("latency", {}).items():
+        facts.append((f"latency, {name}", f"{taken['median_s'] * 1e3:.3f} ms"))
+    quantization = manifest.get("quantization")
+    if quantization is not None:
+        said = {name: value for name, value in key["quantization"].items() if value not in (None, [])}
+        facts.append(("quantization", ", ".join(f"{name} {value}" for name, value in said.items())))
+    for output in manifest.get("check", {}).get("quantized", []):
+        both = f"{_figure(output['sqnr_db'])} dB, ONNX Runtime {_figure(output['reference_sqnr_db'])} dB"
+        facts.append((f"SQNR of {output['output']}, checked", both))
+    return facts
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _need(module: str, extra: str) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
-from service.packing import DataFileRefused, packed
+from service.packing import DataFileRefused, Packed, packed, packed_samples
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _PROBLEM: Final = "application/problem+json"
@@ -38,7 +38,7 @@ class TuneryClientError(Exception):
     ├── ServiceUnreachable   no connection, or no answer in time, after retries
     ├── RequestRefused       the service answered with a problem
     │   └── CacheMissError   no library under that key; carries the nearest ones
-    ├── ModelFilesRefused    a data file that the model names is missing, or lies outside its folder
+    ├── ModelFilesRefused    a file to be sent is missing, or lies outside the model's folder
     ├── JobFailed            the job ended without a library
     ├── JobCancelled         somebody cancelled the job
     ├── IntegrityFailed      the bytes that came are not those the manifest names
@@ -83,7 +83,8 @@ class CacheMissError(RequestRefused):
 
 
 class ModelFilesRefused(TuneryClientError):
-    """A data file that the model names is missing, or lies outside its folder. Nothing was sent."""
+    """A file to be sent is missing: a data file that the model names, or all samples. Or it lies outside the model's
+    folder. Nothing was sent."""
 
 
 class JobFailed(TuneryClientError):
@@ -183,21 +184,32 @@ class Tunery:
 
     def upload_model(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """As `upload`, but all that the service found out: digest, format, inputs, outputs."""
-        file = Path(path)
+        return self._upload("/v1/models", Path(path), packed)
+
+    def upload_calibration(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Upload samples of a model's inputs: an .npz file, a zip or tar of .npy files, or a folder of them, which is
+        sent as a tar. What the service found: digest, arrays. Sending the same samples again is harmless."""
+        return self._upload("/v1/calibrations", Path(path), lambda p: packed_samples(p) if p.is_dir() else None)
+
+    def _upload(self, address: str, file: Path, pack: Callable[[Path], Packed | None]) -> dict[str, Any]:
+        """Send the file, or what `pack` makes of it."""
         headers = {"content-type": "application/octet-stream"}
 
         def send() -> httpx.Response:
             if tar is not None:
                 announced = {**headers, "content-length": str(tar.size_bytes)}
-                return self._http.post("/v1/models", content=tar.chunks(), headers=announced)
+                return self._http.post(address, content=tar.chunks(), headers=announced)
             with file.open("rb") as stream:
-                return self._http.post("/v1/models", content=stream, headers=headers)
+                return self._http.post(address, content=stream, headers=headers)
 
         try:
-            tar = packed(file)
+            tar = pack(file)
             return self._json(send)
         except DataFileRefused as error:
             raise ModelFilesRefused(str(error)) from error
+
+    def calibration(self, digest: str) -> dict[str, Any]:
+        return self._get(f"/v1/calibrations/{_segment(digest)}")
 
     def model(self, digest: str) -> dict[str, Any]:
         return self._get(f"/v1/models/{_segment(digest)}")
@@ -217,12 +229,16 @@ class Tunery:
 
         `search` may hold `tuner` ("auto", "autotvm", "ansor" or "none"), `trials` (0 measures nothing), `seconds` and
         `seed`, `options` the members `fast_math` and `winograd`; what is left out has the service's default.
+        `quantization` is ``{"scheme": "int8", "calibration": …}`` with samples as `upload_calibration` takes them, or
+        the digest of uploaded ones; and as members, if need be, `mode` ("static" or "dynamic"), `method` ("minmax",
+        "entropy" or "percentile"), `percentile`, `per_channel`, `exclude` (names of nodes) and `min_sqnr_db`, below
+        which the job fails instead of publishing.
         """
         body: dict[str, Any] = {"model": self._digest_of(model), "inputs": _spelled(inputs)}
         for name, value in (
             ("device", device),
             ("search", search),
-            ("quantization", quantization),
+            ("quantization", None if quantization is None else self._calibrated(quantization)),
             ("options", options),
         ):
             if value is not None:
@@ -262,11 +278,16 @@ class Tunery:
         *,
         inputs: Inputs | None = None,
         device: str | None = None,
-        quantization: str = "none",
+        quantization: str | Mapping[str, Any] = "none",
         fast_math: bool = False,
         winograd: bool = True,
     ) -> dict[str, Any]:
-        """The manifest of the library that answers this, or CacheMissError, which says what is nearest."""
+        """The manifest of the library that answers this, or CacheMissError, which says what is nearest.
+
+        `quantization` is a scheme, or as for `submit`, without `min_sqnr_db`.
+        """
+        if not isinstance(quantization, str):
+            quantization = json.dumps(self._calibrated(quantization))
         digest = self._digest_of(model)
         spelled = _spelled(inputs)
         if any("dtype" not in value for value in spelled.values()):
@@ -336,6 +357,13 @@ class Tunery:
                 return True
 
         return self._retried(get)
+
+    def _calibrated(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
+        """`quantization` with the digest of its samples, uploaded if they are a file or a folder."""
+        said = quantization.get("calibration")
+        if said is None or re.fullmatch(r"[0-9a-f]{64}", os.fspath(said)):
+            return dict(quantization)
+        return {**quantization, "calibration": self.upload_calibration(said)["digest"]}
 
     def _digest_of(self, model: str | os.PathLike[str]) -> str:
         text = os.fspath(model)

@@ -1,4 +1,4 @@
-"""Reads uploaded models in a process that may die: the API itself never parses one."""
+"""Reads uploads in a process that may die: the API itself never parses a model or samples."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import structlog
 
 from tuning_db.catalog import PortSpec
 from tuning_db.errors import (
+    InvalidCalibration,
     InvalidModel,
     ShapeMismatch,
     StorageFull,
@@ -42,6 +43,18 @@ class Inspection:
     outputs: tuple[PortSpec, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What messages call an upload, and the error that one is which cannot be read."""
+
+    what: str
+    invalid: type[InvalidModel | InvalidCalibration]
+
+
+_MODEL: Final = _Kind("model", InvalidModel)
+_CALIBRATION: Final = _Kind("calibration data", InvalidCalibration)
+
+
 class Inspector:
     """Runs `command PATH`, which answers one JSON object on standard output.
 
@@ -53,12 +66,12 @@ class Inspector:
         self._command = tuple(command)
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(at_once)
-        self._running: dict[tuple[str, str], asyncio.Task[dict[str, Any]]] = {}
-        self._known: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+        self._running: dict[tuple[str, ...], asyncio.Task[dict[str, Any]]] = {}
+        self._known: OrderedDict[tuple[str, ...], dict[str, Any]] = OrderedDict()
 
     async def inspect(self, path: Path, sha256: str) -> Inspection:
         """What the file is. InvalidModel if it cannot be read, or kills the process that reads it."""
-        report = await self._ask(path, sha256, "")
+        report = await self._ask(path, sha256, _MODEL)
         try:
             found = Inspection(
                 report["digest"],
@@ -75,7 +88,18 @@ class Inspector:
     async def check(self, path: Path, sha256: str, inputs: Sequence[TensorSpec]) -> None:
         """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work."""
         bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
-        await self._ask(path, sha256, json.dumps(bindings, sort_keys=True))
+        await self._ask(path, sha256, _MODEL, "--bind", json.dumps(bindings, sort_keys=True))
+
+    async def examine(self, path: Path, sha256: str) -> tuple[str, tuple[TensorSpec, ...]]:
+        """The digest and the arrays of calibration data. InvalidCalibration, naming the array, for what is none."""
+        report = await self._ask(path, sha256, _CALIBRATION, "--calibration")
+        try:
+            digest, arrays = report["digest"], tuple(TensorSpec.from_json(array) for array in report["arrays"])
+        except (KeyError, TypeError) as error:
+            raise InvalidCalibration("the parser gave an answer without arrays; see the service's log") from error
+        if not is_sha256(digest):
+            raise InvalidCalibration("the parser gave an answer without a digest; see the service's log")
+        return digest, arrays
 
     async def close(self) -> None:
         """End what still runs."""
@@ -83,27 +107,30 @@ class Inspector:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _ask(self, path: Path, sha256: str, bindings: str) -> dict[str, Any]:
-        question = (sha256, bindings)
+    async def _ask(self, path: Path, sha256: str, kind: _Kind, *arguments: str) -> dict[str, Any]:
+        question = (sha256, *arguments)
         if (known := self._known.get(question)) is not None:
             self._known.move_to_end(question)
             return known
         task = self._running.get(question)
         if task is None:
             # A task of its own: a client that hangs up must not end the answer that others wait for.
-            task = asyncio.create_task(self._run(path, bindings))
+            task = asyncio.create_task(self._run(path, kind, arguments))
             self._running[question] = task
             task.add_done_callback(lambda _: self._running.pop(question, None))
         report = await asyncio.shield(task)
         if report.get("ok") is not True:
-            raise _error_of(report.get("error"))
+            raise _error_of(report.get("error"), kind)
+        if kind is _CALIBRATION:
+            return report  # it may name thousands of arrays, and is seldom asked for again
         self._known[question] = report
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return report
 
-    async def _run(self, path: Path, bindings: str) -> dict[str, Any]:
-        command = [*self._command, str(path), *(["--bind", bindings] if bindings else [])]
+    async def _run(self, path: Path, kind: _Kind, arguments: Sequence[str]) -> dict[str, Any]:
+        what = kind.what
+        command = [*self._command, str(path), *arguments]
         async with self._slots:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -116,26 +143,26 @@ class Inspector:
                     assert process.stdout is not None
                     output = await _read_all(process.stdout)
                     if output is None:
-                        return _refusal(f"the model's description is longer than {_MAX_OUTPUT_BYTES} bytes")
+                        return _refusal(f"the {what}'s description is longer than {_MAX_OUTPUT_BYTES} bytes")
                     code = await process.wait()
             except TimeoutError:
                 return _refusal(
-                    f"the model could not be read within {self._timeout_s:g} s; simplify it, or split it in parts"
+                    f"the {what} could not be read within {self._timeout_s:g} s; simplify it, or split it in parts"
                 )
             finally:
-                # The whole group, whatever became of its leader: nothing that a model started outlives the question.
+                # The whole group, whatever became of its leader: nothing that an upload started outlives the question.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if code < 0:
-            return _refusal(f"the model crashed the parser (signal {-code}, {_signal_name(-code)}); check the file")
+            return _refusal(f"the {what} crashed the parser (signal {-code}, {_signal_name(-code)}); check the file")
         try:
             report = json.loads(output)
         except ValueError:
             report = None
         if not isinstance(report, dict):
             log.warning("inspector_gave_no_answer", command=command, code=code, output=output[:200])
-            return _refusal(f"the model's parser ended with code {code} and no answer; check the file")
+            return _refusal(f"the {what}'s parser ended with code {code} and no answer; check the file")
         return report
 
 
@@ -158,11 +185,11 @@ def _signal_name(number: int) -> str:
 
 
 def _refusal(message: str) -> dict[str, Any]:
-    return {"ok": False, "error": {"type": "InvalidModel", "message": message, "field": "model"}}
+    return {"ok": False, "error": {"message": message}}
 
 
-def _error_of(error: Any) -> TuneryError:
-    """The error that the process reports; one that it reports wrongly is an InvalidModel too."""
+def _error_of(error: Any, kind: _Kind) -> TuneryError:
+    """The error that the process reports; one that it reports wrongly says that the upload cannot be read."""
     match error:
         case {"type": "UnsupportedOperator", "message": str(message), "operator": str(operator)}:
             opset = error.get("opset")
@@ -180,5 +207,5 @@ def _error_of(error: Any) -> TuneryError:
         case {"type": "UnsupportedOption", "message": str(message)}:
             return UnsupportedOption(message, field=str(error.get("field") or "model"))
         case {"message": str(message)}:
-            return InvalidModel(message, field=str(error.get("field") or "model"))
-    return InvalidModel("the model's parser gave an answer that makes no sense; check the file")
+            return kind.invalid(message, **({"field": str(error["field"])} if error.get("field") else {}))
+    return kind.invalid(f"the {kind.what}'s parser gave an answer that makes no sense; check the file")

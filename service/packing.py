@@ -1,4 +1,5 @@
-"""A model and the data files that it names as one tar, made while it is sent: what the client does with such a model.
+"""A model and the data files that it names, or a folder of samples, as one tar, made while it is sent: what the client
+does with what is more than one file.
 
 Only the few fields of ONNX's messages that lead to such names are looked at, so neither `onnx` nor protobuf is needed,
 and memory does not grow with the model.
@@ -36,7 +37,7 @@ class DataFileRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tar of a model and its data files. `chunks` may be called again and again."""
+    """A tar of files. `chunks` may be called again and again."""
 
     files: tuple[tuple[str, Path, int], ...]  #: name in the tar, where it lies, bytes
 
@@ -87,6 +88,14 @@ def packed(model: Path) -> Packed | None:
             raise DataFileRefused(f"{path} is a link that leads outside the model's folder; copy the file there")
         files.append(("/".join(steps), path, path.stat().st_size))
     return Packed(tuple({name: (name, path, size) for name, path, size in files}.values()))
+
+
+def packed_samples(folder: Path) -> Packed:
+    """The .npy files in a folder and the folders in it, by their names there. DataFileRefused if there are none."""
+    files = sorted(path for path in folder.rglob("*.npy") if path.is_file())
+    if not files:
+        raise DataFileRefused(f"{folder} holds no .npy file; put the samples there, or send an .npz file")
+    return Packed(tuple((path.relative_to(folder).as_posix(), path, path.stat().st_size) for path in files))
 
 
 def locations_in(model: Path) -> set[str]:

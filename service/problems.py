@@ -38,6 +38,7 @@ KINDS: Final[Mapping[type[errors.TuneryError], ProblemKind]] = {
     errors.TuneryError: ProblemKind(500, "internal-error", "The service failed"),
     errors.InvalidRequest: ProblemKind(422, "invalid-request", "A field of the request is wrong"),
     errors.InvalidModel: ProblemKind(422, "invalid-model", "The model cannot be read"),
+    errors.InvalidCalibration: ProblemKind(422, "invalid-calibration", "The calibration data cannot be read"),
     errors.UnsupportedOperator: ProblemKind(422, "unsupported-operator", "The model holds an unsupported operator"),
     errors.ShapeMismatch: ProblemKind(422, "shape-mismatch", "An input's shape does not fit the model"),
     errors.UnknownDevice: ProblemKind(422, "unknown-device", "No such device"),
@@ -57,6 +58,8 @@ KINDS: Final[Mapping[type[errors.TuneryError], ProblemKind]] = {
     errors.BrokerUnavailable: ProblemKind(503, "broker-unavailable", "No worker could be woken"),
     # A job's failure is a field of the job. These have a status only in case one is raised while a request is served.
     errors.TuningFailed: ProblemKind(500, "tuning-failed", "The job failed"),
+    errors.QuantizationFailed: ProblemKind(500, "quantization-failed", "The model could not be quantized"),
+    errors.AccuracyTooLow: ProblemKind(500, "accuracy-too-low", "The quantized model keeps too little"),
     errors.ImportFailed: ProblemKind(500, "import-failed", "The model could not be imported"),
     errors.NoValidCandidate: ProblemKind(500, "no-valid-candidate", "No candidate built and ran"),
     errors.BuildFailed: ProblemKind(500, "build-failed", "The library did not compile"),
@@ -118,10 +121,14 @@ def nearest_to_wire(near: NearestKey) -> dict[str, Any]:
     return {"key": near.key.digest(), "differences": [to_json(difference) for difference in near.differences]}
 
 
-def invalid_request_of(error: ValidationError | RequestValidationError) -> errors.InvalidRequest:
-    """The first complaint of pydantic as ours: names the field, does not repeat what was sent."""
+def invalid_request_of(
+    error: ValidationError | RequestValidationError, *, within: str | None = None
+) -> errors.InvalidRequest:
+    """The first complaint of pydantic as ours: names the field, which lies `within` another one if that is given, does
+    not repeat what was sent."""
     complaint = error.errors()[0]
-    path = [str(step) for step in complaint["loc"] if step not in ("body", "query", "path", "header")]
+    path = [] if within is None else [within]
+    path += [str(step) for step in complaint["loc"] if step not in ("body", "query", "path", "header")]
     if path[:2] in (["device", "by-name"], ["device", "by-attributes"]):
         del path[1]  # pydantic's name for the branch of the union, not a field
     field = shorten(".".join(path)) or "body"

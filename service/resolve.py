@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 from service.problems import LocatedNotFound, shorten
 from service.schemas import DeviceIn
 from tuning_db.blobs import BlobStore
+from tuning_db.calibration import FIELD, CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo
 from tuning_db.errors import BlobCorrupt, CacheMiss, NotFound, UnknownDevice
 from tuning_db.keys import ArtifactKey, BuildOptions, QuantizationConfig, is_sha256
@@ -23,6 +24,18 @@ def known_model(store: TuningStore, digest: str) -> ModelInfo:
     except NotFound:
         raise LocatedNotFound(
             f"no model {shorten(digest, 80)!r} is known; upload it with POST /v1/models", field="model"
+        ) from None
+
+
+def known_calibration(store: TuningStore, digest: str) -> CalibrationInfo:
+    """LocatedNotFound if nobody uploaded it."""
+    try:
+        if not is_sha256(digest):
+            raise NotFound("a digest is 64 lower-case hexadecimal digits")
+        return store.calibration(digest)
+    except NotFound:
+        raise LocatedNotFound(
+            f"no calibration data {shorten(digest, 80)!r} is known; upload it with POST /v1/calibrations", field=FIELD
         ) from None
 
 

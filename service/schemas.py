@@ -8,18 +8,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
-from tuning_db.errors import InvalidRequest, UnsupportedOption
+from tuning_db.errors import UnsupportedOption
 from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
-from tuning_db.keys import BuildOptions, QuantizationConfig, to_json
+from tuning_db.keys import CALIBRATION_METHODS, MODES, SCHEMES, BuildOptions, QuantizationConfig, to_json
 
 #: Wide enough for every legal number; what is out of range gets the domain's own sentence, and no message holds
 #: thousands of digits.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Digest = Annotated[str, Field(max_length=256)]
-
-SCHEMES = ("none", "fp16", "int8")
 
 
 class Inward(BaseModel):
@@ -33,16 +32,37 @@ class InputIn(Inward):
     dtype: Annotated[str, Field(max_length=32)] | None = None
 
 
+def _choices(known: tuple[str, ...]) -> Any:
+    return Field(max_length=32, description=f"one of {', '.join(known)}")
+
+
 class QuantizationIn(Inward):
-    scheme: Annotated[str, Field(max_length=32)] = "none"
+    """How numbers are represented inside the library. All but the scheme is for int8; what is left out of it has its
+    default: static, calibrated by minmax, a scale for each channel, no node left out."""
+
+    scheme: Annotated[str, _choices(SCHEMES)] = "none"
+    mode: Annotated[str, _choices(MODES)] | None = None
+    calibration: Digest | None = Field(None, description="the digest that POST /v1/calibrations answered")
+    method: Annotated[str, _choices(CALIBRATION_METHODS)] | None = None
+    percentile: float | None = Field(None, description="of values that the method percentile keeps in range")
+    per_channel: bool | None = None
+    exclude: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=4096)] | None = (
+        Field(None, description="names of nodes that stay in fp32")
+    )
+    min_sqnr_db: float | None = Field(
+        None, description="what each output must keep at least on the calibration data for the library to be published"
+    )
 
     def to_config(self) -> QuantizationConfig:
-        if self.scheme not in SCHEMES:
-            raise InvalidRequest(
-                f"quantization.scheme {self.scheme!r} is not one of {', '.join(map(repr, SCHEMES))}",
-                field="quantization.scheme",
-            )
-        return QuantizationConfig(self.scheme)
+        return QuantizationConfig(
+            scheme=self.scheme,
+            calibration=self.calibration,
+            method=self.method,
+            exclude=tuple(self.exclude or ()),
+            mode=self.mode,
+            percentile=self.percentile,
+            per_channel=self.per_channel,
+        ).resolved()
 
 
 class SearchIn(Inward):
@@ -111,9 +131,9 @@ class TargetSpecIn(Inward):
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedOption for what can be asked for by key but not yet be made."""
-        if self.quantization.to_config().scheme != "none":
+        if self.quantization.to_config().scheme == "fp16":
             raise UnsupportedOption(
-                f'quantization.scheme {self.quantization.scheme!r} is not available in this version; use "none"',
+                'quantization.scheme "fp16" is not available in this version; use "int8" or "none"',
                 field="quantization.scheme",
             )
         if self.options.fast_math:
@@ -148,7 +168,9 @@ class ArtifactQuery(BaseModel):
     model: Digest
     device: Name | None = None
     input: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=256)] = []
-    quantization: Annotated[str, Field(max_length=32)] = "none"
+    quantization: Annotated[
+        str, Field(max_length=16384, description="a scheme, or the JSON of a submission's `quantization`")
+    ] = "none"
     fast_math: bool = False
     winograd: bool = True
 
@@ -180,6 +202,26 @@ class ModelOut(BaseModel):
             bytes=model.size_bytes,
             inputs=[PortOut.of(port) for port in model.inputs],
             outputs=[PortOut.of(port) for port in model.outputs],
+        )
+
+
+class ArrayOut(BaseModel):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class CalibrationOut(BaseModel):
+    digest: str
+    bytes: int
+    arrays: list[ArrayOut]
+
+    @classmethod
+    def of(cls, calibration: CalibrationInfo) -> Self:
+        return cls(
+            digest=calibration.digest,
+            bytes=calibration.size_bytes,
+            arrays=[ArrayOut(name=a.name, dtype=a.dtype, shape=list(a.shape)) for a in calibration.arrays],
         )
 
 
@@ -223,7 +265,8 @@ class JobOut(BaseModel):
                 "device": key.device.name,
                 "target": key.target,
                 "inputs": {i.name: {"dtype": i.dtype, "shape": list(i.shape)} for i in key.inputs},
-                "quantization": to_json(key.quantization),
+                "quantization": key.quantization.to_json()
+                | ({} if job.spec.min_sqnr_db is None else {"min_sqnr_db": job.spec.min_sqnr_db}),
                 "options": to_json(key.options),
                 "toolchain": to_json(key.toolchain),
                 "search": to_json(job.spec.search),

@@ -1,4 +1,4 @@
-"""Request bodies as they arrive: models go straight to the blob store, and no limit is checked too late."""
+"""Request bodies as they arrive: files go straight to the blob store, and no limit is checked too late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -14,9 +14,16 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 
 from tuning_db.blobs import BlobStore, BlobWriter
-from tuning_db.errors import InvalidModel, InvalidRequest, TooLarge
+from tuning_db.errors import (
+    BlobCorrupt,
+    InvalidCalibration,
+    InvalidModel,
+    InvalidRequest,
+    NotFound,
+    TooLarge,
+)
 
-#: For everything that is not the model: JSON, part headers, boundaries.
+#: For everything that is not the file: JSON, part headers, boundaries.
 MAX_FIELD_BYTES: Final = 2**20
 _MAX_PARTS: Final = 8
 _WRITE_BYTES: Final = 2**20
@@ -24,19 +31,76 @@ _WRITE_BYTES: Final = 2**20
 
 @dataclass(slots=True)
 class Upload:
-    """A body that has been read to its end. The model's bytes are not kept until `commit`."""
+    """A body that has been read to its end. The file's bytes are not kept until `commit`."""
 
     writer: BlobWriter
     fields: dict[str, bytes] = field(default_factory=dict)
 
     async def staged(self) -> tuple[Path, str]:
-        """Where the model lies until then, and the SHA-256 of its bytes."""
+        """Where the file lies until then, and the SHA-256 of its bytes."""
         return await run_in_threadpool(self.writer.staged)
 
     async def commit(self) -> int:
         """Keep the bytes under their SHA-256; how many there are."""
         _, size_bytes = await run_in_threadpool(self.writer.commit)
         return size_bytes
+
+
+class Kept(Protocol):
+    """A row about an upload: `digest` says what it is, `blob` where the bytes of its first file are."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def blob(self) -> str: ...
+
+
+K = TypeVar("K", bound=Kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf(Generic[K]):
+    """The store's methods for one kind of upload."""
+
+    find: Callable[[str], K]
+    add: Callable[[K], bool]
+    replace_blob: Callable[[str, str, tuple[str, int]], bool]
+
+
+async def keep(
+    upload: Upload, blobs: BlobStore, shelf: Shelf[K], digest: str, row: Callable[[str, int], K]
+) -> tuple[K, bool]:
+    """Keep the bytes and remember what they are, by `row` of their SHA-256 and number; whether that was new.
+
+    A second file of what is known under `digest` is not kept, unless the first one's bytes were lost.
+    """
+    _, sha256 = await upload.staged()
+    try:
+        known = await run_in_threadpool(shelf.find, digest)
+    except NotFound:
+        made = row(sha256, await upload.commit())
+        if await run_in_threadpool(shelf.add, made):
+            return made, True
+        return await run_in_threadpool(shelf.find, digest), False
+    if known.blob == sha256:
+        await upload.commit()  # the stored bytes may have been damaged since
+        return known, False
+    try:
+        await run_in_threadpool(blobs.path_verified, known.blob)
+    except (NotFound, BlobCorrupt):
+        size_bytes = await upload.commit()
+        await run_in_threadpool(shelf.replace_blob, digest, known.blob, (sha256, size_bytes))
+        return await run_in_threadpool(shelf.find, digest), False
+    return known, False
+
+
+def file_body(part: str) -> dict[str, Any]:
+    """How OpenAPI describes a body that is one file."""
+    file = {"type": "string", "format": "binary"}
+    form = {"type": "object", "properties": {part: file}, "required": [part]}
+    content = {"multipart/form-data": {"schema": form}, "application/octet-stream": {"schema": file}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_body(request: Request, max_bytes: int = MAX_FIELD_BYTES) -> bytes:
@@ -52,13 +116,19 @@ async def read_body(request: Request, max_bytes: int = MAX_FIELD_BYTES) -> bytes
 
 @contextlib.asynccontextmanager
 async def receive(
-    request: Request, blobs: BlobStore, *, file_parts: tuple[str, ...], text_parts: tuple[str, ...], max_bytes: int
+    request: Request,
+    blobs: BlobStore,
+    *,
+    file_parts: tuple[str, ...],
+    text_parts: tuple[str, ...],
+    max_bytes: int,
+    invalid: type[InvalidModel | InvalidCalibration] = InvalidModel,
 ) -> AsyncIterator[Upload]:
-    """The model in a multipart body, or in a bare one (`application/octet-stream`), on its way to the blob store.
+    """The file in a multipart body, or in a bare one (`application/octet-stream`), on its way to the blob store.
 
     Raises TooLarge before the body is read if its length says so, else as soon as the limit is passed; StorageFull;
     InvalidRequest for a body that is malformed, ends early or has parts that nobody asked for. The names of files
-    are not looked at. Nothing is kept of a body that is refused.
+    are not looked at, and one without a byte is `invalid`. Nothing is kept of a body that is refused.
     """
     content_type, options = parse_options_header(request.headers.get("content-type"))
     multipart = content_type == b"multipart/form-data"
@@ -85,7 +155,7 @@ async def receive(
                     pending.clear()
             await run_in_threadpool(writer.write, bytes(pending))
         if writer.size_bytes == 0:
-            raise InvalidModel("the model is empty: not one byte came")
+            raise invalid(f"the {file_parts[0]} is empty: not one byte came")
         yield upload
     finally:
         await run_in_threadpool(writer.close)
@@ -124,7 +194,7 @@ async def _read_parts(
 
 
 class _Parts:
-    """Callbacks of the parser: collects what came since the model's bytes were last written out."""
+    """Callbacks of the parser: collects what came since the file's bytes were last written out."""
 
     def __init__(self, file_parts: tuple[str, ...], text_parts: tuple[str, ...]) -> None:
         self._file_parts = file_parts
@@ -171,7 +241,7 @@ class _Parts:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name in self._file_parts:
             if self.file_seen:
-                raise InvalidRequest("the body has two models; send one", field=name)
+                raise InvalidRequest("the body has two files; send one", field=name)
             self.file_seen = True
             self._into = self.file
         elif name in self._text_parts:

@@ -3,6 +3,7 @@
     TuneryError
     ├── InvalidRequest            a field of the request is wrong; carries the field's name
     │   ├── InvalidModel          the uploaded bytes are not a model that can be read
+    │   ├── InvalidCalibration    the uploaded bytes are not calibration data that can be read
     │   ├── UnsupportedOperator   the model holds an operator that cannot be compiled
     │   ├── ShapeMismatch         an input shape is missing, or contradicts the model
     │   ├── UnknownDevice         nobody has reported such a device
@@ -21,6 +22,8 @@
     ├── BlobCorrupt               stored bytes are not what their name says
     ├── BrokerUnavailable         the job is stored, but no worker could be woken
     └── TuningFailed              one job ended without a library
+        ├── QuantizationFailed    the model could not be quantized as asked
+        ├── AccuracyTooLow        the quantized model keeps less than the request wants
         ├── ImportFailed          the model could not be turned into Relax
         ├── NoValidCandidate      every candidate failed to build or to run
         ├── BuildFailed           the final library did not compile
@@ -57,6 +60,13 @@ class InvalidModel(InvalidRequest):
     """The uploaded bytes are not a model that can be read."""
 
     def __init__(self, message: str, *, field: str = "model") -> None:
+        super().__init__(message, field=field)
+
+
+class InvalidCalibration(InvalidRequest):
+    """The uploaded bytes are not calibration data that can be read; the message names the array."""
+
+    def __init__(self, message: str, *, field: str = "calibration") -> None:
         super().__init__(message, field=field)
 
 
@@ -152,6 +162,23 @@ class TuningFailed(TuneryError):
     kind = "tuning-failed"
 
 
+class QuantizationFailed(TuningFailed):
+    """The model could not be quantized as asked. `kind` is that of the error which its process met, if it told one."""
+
+    kind = "quantization-failed"
+
+    def __init__(self, message: str, *, kind: str | None = None) -> None:
+        super().__init__(message)
+        if kind is not None:
+            self.kind = kind
+
+
+class AccuracyTooLow(TuningFailed):
+    """An output of the quantized model keeps less on the calibration data than the request's `min_sqnr_db`."""
+
+    kind = "accuracy-too-low"
+
+
 class ImportFailed(TuningFailed):
     """The model could not be turned into Relax."""
 
@@ -186,3 +213,11 @@ class ProcessDied(TuningFailed):
     """The tuning process crashed or was killed by something other than a cancel."""
 
     kind = "process-died"
+
+
+def kind_of(error: InvalidRequest | TuningFailed) -> str:
+    """What a job's error is called: `UnsupportedOperator` → ``unsupported-operator``."""
+    if isinstance(error, TuningFailed):
+        return error.kind
+    name = type(error).__name__
+    return "".join(f"-{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

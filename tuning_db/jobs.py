@@ -20,6 +20,8 @@ TUNERS: Final = {
 }
 MAX_TRIALS: Final = 100_000
 MAX_SECONDS: Final = 7 * 24 * 3600
+#: Of 24 bits of float32; no int8 output comes near it.
+MAX_SQNR_DB: Final = 150
 
 
 class JobState(StrEnum):
@@ -111,17 +113,51 @@ class SearchConfig:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One request, parsed and resolved: which library, and how hard to look for it."""
+    """One request, parsed and resolved: which library, how hard to look for it, and how good it has to be.
+
+    `min_sqnr_db` is what each output of a quantized model must keep at least on the calibration data, in decibels, for
+    the library to be published. Like the budget, it changes no number of the library and is not in the key.
+    """
 
     key: ArtifactKey
     search: SearchConfig = field(default_factory=SearchConfig)
+    min_sqnr_db: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_sqnr_db is None:
+            return
+        if self.key.quantization.calibration is None:
+            raise InvalidRequest(
+                "quantization.min_sqnr_db is judged on calibration data, and there is none; name some in "
+                "quantization.calibration",
+                field="quantization.min_sqnr_db",
+            )
+        if not 0 <= self.min_sqnr_db <= MAX_SQNR_DB:
+            raise InvalidRequest(
+                f"quantization.min_sqnr_db must be a number of decibels from 0 to {MAX_SQNR_DB}",
+                field="quantization.min_sqnr_db",
+            )
+        object.__setattr__(self, "min_sqnr_db", float(self.min_sqnr_db) + 0.0)  # one spelling, of -0.0 too
+
+    def answers(self, wanted: JobSpec) -> bool:
+        """Whether a job of this spec, finished or under way, answers a request for `wanted`, of the same key: its
+        budget covers the other's, and it lets no library pass that the other would refuse."""
+        return self.search.covers(wanted.search) and (
+            wanted.min_sqnr_db is None or (self.min_sqnr_db is not None and self.min_sqnr_db >= wanted.min_sqnr_db)
+        )
+
+    def budget_digest(self) -> str:
+        """The same for specs of one key that answer each other, and only for them."""
+        budget = self.search.budget_digest()
+        return budget if self.min_sqnr_db is None else sha256_json([budget, self.min_sqnr_db])
 
     def to_json(self) -> dict[str, Json]:
-        return {"key": self.key.to_json(), "search": to_json(self.search)}
+        data: dict[str, Json] = {"key": self.key.to_json(), "search": to_json(self.search)}
+        return data if self.min_sqnr_db is None else {**data, "min_sqnr_db": self.min_sqnr_db}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(ArtifactKey.from_json(data["key"]), SearchConfig.from_json(data["search"]))
+        return cls(ArtifactKey.from_json(data["key"]), SearchConfig.from_json(data["search"]), data.get("min_sqnr_db"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +199,6 @@ class JobEvent:
 
     job_id: str
     seq: int
-    type: str  #: "state", "stage", "trial", "progress"
+    type: str  #: "state", "stage", "trial", "progress", "warning", "quantization"
     data: dict[str, Json]
     at: dt.datetime

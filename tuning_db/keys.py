@@ -25,6 +25,15 @@ DTYPES: Final = frozenset(
     {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 )
 
+#: How numbers may be represented inside a library.
+SCHEMES: Final = ("none", "fp16", "int8")
+#: When int8 learns the ranges of activations: from calibration data before compiling, or as the model runs.
+MODES: Final = ("static", "dynamic")
+#: How static int8 chooses the range of a tensor from the values that the calibration data gives it.
+CALIBRATION_METHODS: Final = ("minmax", "entropy", "percentile")
+#: Percent of a tensor's values that the method `percentile` keeps in range, unless the request says otherwise.
+PERCENTILE: Final = 99.999
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -45,6 +54,8 @@ def sha256_json(value: Json) -> str:
 
 def to_json(value: Any) -> Json:
     """A frozen dataclass of this module as plain JSON; tuples become lists."""
+    if isinstance(value, QuantizationConfig):
+        return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple | list):
@@ -129,16 +140,92 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """How numbers are represented inside the library."""
+    """How numbers are represented inside the library. What a request says is `resolved` before it is in a key.
 
-    scheme: str = "none"  #: "none", "fp16", "int8"
+    The JSON leaves out the later fields where they are None: keys that were made before there were such fields are
+    spelled, and named, as they have always been.
+    """
+
+    scheme: str = "none"  #: one of SCHEMES
     calibration: str | None = None  #: digest of the calibration data
-    method: str | None = None
+    method: str | None = None  #: one of CALIBRATION_METHODS
     exclude: tuple[str, ...] = ()  #: nodes kept in fp32, sorted
+    mode: str | None = None  #: one of MODES
+    percentile: float | None = None
+    per_channel: bool | None = None  #: a scale for each channel of a weight, not one for all of them
+
+    def __post_init__(self) -> None:
+        if self.percentile is not None:
+            object.__setattr__(self, "percentile", float(self.percentile))  # one spelling of 100
+
+    def resolved(self) -> Self:
+        """The config that is meant, with defaults filled in and exclusions sorted: one spelling of one wish.
+
+        Raises InvalidRequest, by field, for words that are not known and for what has no meaning together.
+        """
+        _one_of("scheme", self.scheme, SCHEMES)
+        if self.scheme != "int8":
+            for name in ("mode", "calibration", "method", "percentile", "per_channel", "exclude"):
+                if getattr(self, name) not in (None, ()):
+                    raise _senseless(
+                        name, f"has no meaning with the scheme {self.scheme!r}; leave it out, or ask for 'int8'"
+                    )
+            return self
+        mode = self.mode or "static"
+        _one_of("mode", mode, MODES)
+        if self.calibration is not None and not is_sha256(self.calibration):
+            raise _senseless(
+                "calibration", "is not the digest of calibration data; upload samples with POST /v1/calibrations"
+            )
+        method, percentile = self.method, self.percentile
+        if mode == "static":
+            if self.calibration is None:
+                raise _senseless(
+                    "calibration",
+                    "is missing: static int8 needs samples of the model's inputs; upload some with "
+                    "POST /v1/calibrations, or ask for the mode 'dynamic'",
+                )
+            method = method or "minmax"
+            _one_of("method", method, CALIBRATION_METHODS)
+        elif method is not None:
+            raise _senseless(
+                "method", "has no meaning with the mode 'dynamic', which measures ranges as the model runs"
+            )
+        if method == "percentile":
+            percentile = PERCENTILE if percentile is None else percentile
+            if not 50 < percentile <= 100:
+                raise _senseless("percentile", "must be a number above 50, and 100 at most")
+        elif percentile is not None:
+            raise _senseless("percentile", "has a meaning with the method 'percentile' alone")
+        return replace(
+            self,
+            mode=mode,
+            method=method,
+            percentile=percentile,
+            per_channel=True if self.per_channel is None else self.per_channel,
+            exclude=tuple(sorted(set(self.exclude))),
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        values = {f.name: to_json(getattr(self, f.name)) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None or name in _FIRST_FIELDS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(**{**data, "exclude": tuple(data.get("exclude", ()))})
+
+
+#: Fields of QuantizationConfig that its JSON always holds.
+_FIRST_FIELDS: Final = ("scheme", "calibration", "method", "exclude")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise _senseless(name, f"{value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _senseless(name: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"quantization.{name} {why}", field=f"quantization.{name}")
 
 
 @dataclass(frozen=True, slots=True)

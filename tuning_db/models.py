@@ -55,6 +55,16 @@ class ModelRow(Base):
     created_at: Mapped[dt.datetime]
 
 
+class CalibrationRow(Base):
+    __tablename__ = "calibrations"
+
+    digest: Mapped[str] = mapped_column(Digest, primary_key=True)
+    blob: Mapped[str] = mapped_column(Digest, index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    arrays: Mapped[list[Any]]
+    created_at: Mapped[dt.datetime]
+
+
 class DeviceRow(Base):
     """One worker's last report of the device it is attached to."""
 

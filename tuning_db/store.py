@@ -17,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
 from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
 from tuning_db.errors import (
@@ -34,11 +35,22 @@ from tuning_db.errors import (
     UnknownDevice,
 )
 from tuning_db.jobs import Claim, Job, JobError, JobEvent, JobSpec, JobState
-from tuning_db.keys import KEY_VERSION, ArtifactKey, DeviceIdentity, Json, RecordScope, Toolchain, nearest, to_json
+from tuning_db.keys import (
+    KEY_VERSION,
+    ArtifactKey,
+    DeviceIdentity,
+    Json,
+    RecordScope,
+    TensorSpec,
+    Toolchain,
+    nearest,
+    to_json,
+)
 from tuning_db.migrations import check_connection, check_schema
 from tuning_db.models import (
     ArtifactRow,
     Base,
+    CalibrationRow,
     CostModelRow,
     DeviceRow,
     EventRow,
@@ -164,6 +176,49 @@ class TuningStore:
 
         return self._read(read)
 
+    # calibration data
+    def add_calibration(self, calibration: CalibrationInfo) -> bool:
+        """Remember uploaded samples; False if their digest is known already (the first upload's bytes stay)."""
+
+        def write(session: Session) -> bool:
+            row = {
+                "digest": calibration.digest,
+                "blob": calibration.blob,
+                "size_bytes": calibration.size_bytes,
+                "arrays": to_json(calibration.arrays),
+                "created_at": self._clock(),
+            }
+            statement = self._insert(CalibrationRow).values(row).on_conflict_do_nothing()
+            return session.scalar(statement.returning(CalibrationRow.digest)) is not None
+
+        return self._write(write)
+
+    def replace_calibration_blob(self, digest: str, old: str, new: tuple[str, int]) -> bool:
+        """As `replace_model_blob`, for another archive of the same arrays."""
+
+        def write(session: Session) -> bool:
+            blob, size_bytes = new
+            replaced = session.scalar(
+                update(CalibrationRow)
+                .where(CalibrationRow.digest == digest, CalibrationRow.blob == old)
+                .values(blob=blob, size_bytes=size_bytes)
+                .returning(CalibrationRow.digest)
+            )
+            return replaced is not None
+
+        return self._write(write)
+
+    def calibration(self, digest: str) -> CalibrationInfo:
+        """NotFound if nobody uploaded it."""
+
+        def read(session: Session) -> CalibrationInfo:
+            row = session.get(CalibrationRow, digest)
+            if row is None:
+                raise NotFound(f"no calibration data {digest!r} is stored; upload it first")
+            return CalibrationInfo(row.digest, row.blob, row.size_bytes, tuple(map(TensorSpec.from_json, row.arrays)))
+
+        return self._read(read)
+
     # devices
     def report_device(self, worker: str, identity: DeviceIdentity, target: str, toolchain: Toolchain) -> None:
         """A worker says what it is attached to: at its start, and again every 20 s while it lives."""
@@ -265,7 +320,8 @@ class TuningStore:
 
         Answers it: the oldest QUEUED or RUNNING job of the same key whose budget covers the request, else the newest
         SUCCEEDED one that covers it, if the key's artifact is still there. A request for more than these makes a job
-        of its own, which goes on from the records of the smaller ones.
+        of its own, which goes on from the records of the smaller ones; so does one for a quantized library that has to
+        be better than those asked for so far.
         `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same job
         again, whatever has become of it; the same key with another body raises IdempotencyConflict.
         Twenty equal calls at once make one job: a partial unique index allows one unfinished job a key and budget.
@@ -309,7 +365,7 @@ class TuningStore:
         for statement in (active, succeeded):
             for row in session.scalars(statement):
                 job = _readable_job(row)
-                if job is not None and job.spec.search.covers(spec.search):
+                if job is not None and job.spec.answers(spec):
                     return row
             # Without a library that is served, no finished job is an answer.
             artifact = session.get(ArtifactRow, digest)
@@ -329,7 +385,7 @@ class TuningStore:
         row = JobRow(
             id=uuid.uuid4().hex,
             key_digest=spec.key.digest(),
-            budget_digest=spec.search.budget_digest(),
+            budget_digest=spec.budget_digest(),
             device=spec.key.device.name,
             spec=spec.to_json(),
             state=JobState.QUEUED.value,
@@ -780,7 +836,7 @@ class TuningStore:
         def read(session: Session) -> bool:
             return any(
                 session.scalar(select(exists().where(column == sha256)))
-                for column in (ModelRow.blob, ArtifactRow.library)
+                for column in (ModelRow.blob, CalibrationRow.blob, ArtifactRow.library)
             )
 
         return self._read(read)

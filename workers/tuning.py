@@ -1,6 +1,7 @@
 """`python -m workers.tuning JOB ATTEMPT PARENT`: one attempt at one job, in a process of its own that may die.
 
-Upload → ONNX with bound shapes → Relax → tasks → search → library → check and timing in a fresh process → published.
+Upload → ONNX with bound shapes, in int8 if the key says so → Relax → tasks → search → library → check and timing in a
+fresh process → published.
 The supervisor that started it owns heartbeats, cancelling and the verdict when this process dies without one.
 """
 
@@ -25,6 +26,7 @@ import structlog
 from tuning_db.blobs import BlobStore
 from tuning_db.catalog import Roof
 from tuning_db.errors import (
+    AccuracyTooLow,
     BlobCorrupt,
     BuildFailed,
     CheckFailed,
@@ -33,9 +35,11 @@ from tuning_db.errors import (
     LoadFailed,
     NotFound,
     NoValidCandidate,
+    QuantizationFailed,
     StaleAttempt,
     StorageFull,
     TuningFailed,
+    kind_of,
 )
 from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.keys import ArtifactKey, Json, to_json
@@ -86,6 +90,16 @@ class SearchOutcome:
         return dict(Counter(choice.variant.name for choice in self.choices.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What quantization left of a model."""
+
+    model: Path  #: QuantizeLinear and DequantizeLinear around its operators, or integer operators
+    fp32: Path  #: the same model as the quantizer read it, shapes bound
+    calibration: Path | None
+    told: dict[str, Json]  #: what the manifest says of it
+
+
 class Attempt:
     """One attempt, with everything that it needs."""
 
@@ -123,9 +137,14 @@ class Attempt:
 
             target = tvm.target.Target(json.loads(self.key.target))
             cpu = cpu_of(self.key.device)
-            self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
             stored = self.store.model(self.key.model)
-            imported = import_onnx(self.blobs.path_verified(stored.blob), self.key.inputs, self.scratch)
+            path = self.blobs.path_verified(stored.blob)
+            quantized = None
+            if self.key.quantization.scheme == "int8":
+                quantized = self._quantize(path)
+                path = quantized.model
+            self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
+            imported = import_onnx(path, self.key.inputs, self.scratch)
             reference = self.scratch / "reference.onnx"
             reference.write_bytes(imported.bound.SerializeToString())
 
@@ -150,7 +169,7 @@ class Attempt:
                 plans[str(path)] = library.compile_library(model.assemble(choices), target, path)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
-        verdict = self._compare(reference, libraries, cpu.threads)
+        verdict = self._compare(reference, libraries, cpu.threads, quantized)
         outcome = self._settle(verdict, libraries, outcome)
         label = self._pick(verdict, outcome)
         latency = {
@@ -168,6 +187,7 @@ class Attempt:
             "variant": label,
             "latency": to_json(latency),
             "check": verdict["checks"][label],
+            "quantization": None if quantized is None else quantized.told,
             "graph": {
                 "nodes_before": imported.nodes_before,
                 "nodes_after": imported.nodes_after,
@@ -190,6 +210,41 @@ class Attempt:
             "elapsed_s": round(time.monotonic() - self.started_s, 2),
         }
         self.store.publish(self.claim, (digest, size), latency[label]["median_s"], manifest)
+
+    def _quantize(self, model: Path) -> Quantized:
+        """The model in int8 as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""
+        import onnxruntime
+
+        from workers.quantize.request import SOURCE, Recipe, Request, quantize_apart
+
+        config = self.key.quantization
+        calibration = None
+        if config.calibration is not None:
+            try:
+                calibration = self.blobs.path_verified(self.store.calibration(config.calibration).blob)
+            except (NotFound, BlobCorrupt) as error:
+                raise QuantizationFailed(
+                    f"the uploaded calibration data is not there any more ({error}); upload it again",
+                    kind="calibration-lost",
+                ) from None
+        folder = self.scratch / "quantized"
+        folder.mkdir()
+        target = folder / "quantized.onnx"
+        samples = None if calibration is None else str(calibration)
+        report = quantize_apart(
+            Request(str(model), self.key.inputs, Recipe.of(config), str(target), samples),
+            folder,
+            lambda sentence: self.stage("quantize", sentence),
+        )
+        if report is not None:
+            # Also of a job that ends here: whoever wants to know what to leave out needs it.
+            self.report("quantization", report)
+        wanted_db = self.job.spec.min_sqnr_db
+        if report is not None and wanted_db is not None and (problem := inaccuracy(report, wanted_db)):
+            raise AccuracyTooLow(problem)
+        told: dict[str, Json] = {**config.to_json(), "quantizer": f"onnxruntime {onnxruntime.__version__}"}
+        told |= {"min_sqnr_db": wanted_db, "report": report}
+        return Quantized(target, folder / SOURCE, calibration, told)
 
     def _search(self, server: ForkServer, cpu: Cpu, operators: Sequence[Operator], records: Records) -> SearchOutcome:
         """Search, or go by what is known already, and say how each operator is to be compiled."""
@@ -293,11 +348,17 @@ class Attempt:
                 failures += event.type == "trial" and event.data["outcome"] != "measured"
         return elapsed_s, failures
 
-    def _compare(self, reference: Path, libraries: Mapping[str, str], threads: int) -> dict[str, Any]:
+    def _compare(
+        self, reference: Path, libraries: Mapping[str, str], threads: int, quantized: Quantized | None
+    ) -> dict[str, Any]:
         from workers.packaging.reference import Comparison
 
         spec = self.scratch / "comparison.json"
-        spec.write_text(Comparison(str(reference), libraries, self.key.inputs, threads).to_json())
+        comparison = Comparison(str(reference), libraries, self.key.inputs, threads)
+        if quantized is not None:
+            calibration = None if quantized.calibration is None else str(quantized.calibration)
+            comparison = replace(comparison, fp32=str(quantized.fp32), calibration=calibration)
+        spec.write_text(comparison.to_json())
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
@@ -343,6 +404,21 @@ def _reported(plan: MemoryPlan) -> dict[str, Json]:
     }
 
 
+def inaccuracy(report: Mapping[str, Any], min_sqnr_db: float) -> str | None:
+    """What is wrong with a quantized model of which an output has less than `min_sqnr_db`, and what to do about it;
+    None where none has."""
+    low = [o for o in report["outputs"] if o["sqnr_db"] is not None and o["sqnr_db"] < min_sqnr_db]
+    if not low:
+        return None
+    worst = min(low, key=lambda output: output["sqnr_db"])
+    layers = [layer["node"] for layer in report["layers"][:3]]
+    hint = f"; the layers that lose most are {', '.join(map(repr, layers))}: leave some out with quantization.exclude"
+    return (
+        f"int8 keeps {worst['sqnr_db']:.1f} dB of output {worst['output']!r} on {report['samples']} samples, "
+        f"and quantization.min_sqnr_db is {min_sqnr_db:g}{hint if layers else ''}"
+    )
+
+
 def disagreement(label: str, problem: str, variants: Mapping[str, int]) -> str:
     """What is wrong with a library whose operators are computed by so many of each of the `variants`, and what to do
     where one of them may be why."""
@@ -376,10 +452,8 @@ def main(arguments: Sequence[str]) -> int:
     except StaleAttempt as error:
         _log.warning("stale", job=claim.job_id, attempt=claim.attempt, message=str(error))
         return 3
-    except TuningFailed as error:
-        store.fail(claim, JobError(error.kind, str(error)))
-    except InvalidRequest as error:
-        store.fail(claim, JobError(_kind_of(error), str(error)))
+    except (TuningFailed, InvalidRequest) as error:
+        store.fail(claim, JobError(kind_of(error), str(error)))
     except (NotFound, BlobCorrupt) as error:
         store.fail(
             claim, JobError("model-lost", f"the uploaded model is not there any more ({error}); upload it again")
@@ -394,12 +468,6 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         store.close()
     return 0
-
-
-def _kind_of(error: InvalidRequest) -> str:
-    """`UnsupportedOperator` → ``unsupported-operator``."""
-    name = type(error).__name__
-    return "".join(f"-{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
 if __name__ == "__main__":

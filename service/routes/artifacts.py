@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import ValidationError
 
 from service.byteserving import serve
-from service.problems import shorten
+from service.problems import invalid_request_of, shorten
 from service.resolve import artifact_of, check_library, key_for, known_device, known_model, open_library
 from service.schemas import ArtifactQuery, QuantizationIn, manifest_of
 from service.services import ServicesDep
 from tuning_db.errors import BlobCorrupt, CacheMiss, InvalidRequest, NotFound
-from tuning_db.keys import BuildOptions, TensorSpec
+from tuning_db.keys import BuildOptions, QuantizationConfig, TensorSpec
 
 router = APIRouter(tags=["artifacts"])
 
@@ -33,7 +34,7 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
         if spec.name in inputs:
             raise InvalidRequest(f"input {shorten(spec.name, 80)!r} is given twice", field="input")
         inputs[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape)}
-    quantization = QuantizationIn(scheme=query.quantization).to_config()
+    quantization = _quantization_of(query.quantization)
     options = BuildOptions(fast_math=query.fast_math, winograd=query.winograd)
     key = key_for(model, device, inputs, quantization, options)
     artifact = services.store.find_artifact(key)
@@ -42,6 +43,20 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
     except CacheMiss:
         # Forgotten just now: the store can say what is nearest.
         return manifest_of(check_library(services.store, services.blobs, services.store.find_artifact(key)))
+
+
+def _quantization_of(text: str) -> QuantizationConfig:
+    """A scheme's name alone, or the object that a submission has."""
+    if not text.lstrip().startswith("{"):
+        return QuantizationIn(scheme=text[:32]).to_config()
+    try:
+        wanted = QuantizationIn.model_validate_json(text)
+    except ValidationError as error:
+        raise invalid_request_of(error, within="quantization") from None
+    if wanted.min_sqnr_db is not None:
+        field = "quantization.min_sqnr_db"
+        raise InvalidRequest(f"{field} is no part of a key; the manifest's quantization.report tells it", field=field)
+    return wanted.to_config()
 
 
 @router.head("/v1/artifacts/{key}", include_in_schema=False)

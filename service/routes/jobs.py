@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import structlog
@@ -15,11 +16,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from service.problems import LocatedNotFound, invalid_request_of, shorten
-from service.resolve import artifact_of, check_library, key_for, known_device, known_model
+from service.resolve import artifact_of, check_library, key_for, known_calibration, known_device, known_model
 from service.routes.models import FILE_PARTS, keep_model
 from service.schemas import Inward, JobIn, JobOut, JobPage, JobsQuery, TargetSpecIn
 from service.services import Services, ServicesDep
 from service.uploads import read_body, receive
+from tuning_db.calibration import FIELD, CalibrationInfo
 from tuning_db.catalog import ModelInfo
 from tuning_db.errors import BlobCorrupt, BrokerUnavailable, CacheMiss, InvalidRequest, NotFound
 from tuning_db.jobs import Job, JobSpec, JobState
@@ -149,25 +151,28 @@ async def _submit(
     """The submission, and whether a finished job answered it."""
     wanted.refuse_unsupported()
 
-    def resolve() -> tuple[JobSpec, bool]:
+    def resolve() -> tuple[JobSpec, CalibrationInfo | None, bool]:
         device = known_device(services.store, wanted.device)
         inputs = {name: value.model_dump(exclude_none=True) for name, value in wanted.inputs.items()}
         key = key_for(model, device, inputs, wanted.quantization.to_config(), wanted.options.to_options())
+        spec = JobSpec(key, wanted.search.to_config(), wanted.quantization.min_sqnr_db)
+        calibration = None
+        if key.quantization.calibration is not None:
+            calibration = known_calibration(services.store, key.quantization.calibration)
+            calibration.arrange(key.inputs)
         try:
             check_library(services.store, services.blobs, artifact_of(services.store, key.digest()))
         except CacheMiss:
-            return JobSpec(key, wanted.search.to_config()), False
-        return JobSpec(key, wanted.search.to_config()), True
+            return spec, calibration, False
+        return spec, calibration, True
 
-    spec, built_before = await run_in_threadpool(resolve)
+    spec, calibration, built_before = await run_in_threadpool(resolve)
     if not built_before:
         # What was built once needs no second look; a hit costs no process.
-        try:
-            path = await run_in_threadpool(services.blobs.path_verified, model.blob)
-        except (NotFound, BlobCorrupt):
-            raise LocatedNotFound(
-                "the model's stored bytes are damaged or gone; upload it again with POST /v1/models", field="model"
-            ) from None
+        path = await run_in_threadpool(_uploaded, services, model.blob, "model", "/v1/models", "model")
+        if calibration is not None:
+            what, address = "calibration data", "/v1/calibrations"
+            await run_in_threadpool(_uploaded, services, calibration.blob, what, address, FIELD)
         await services.inspector.check(path, model.blob, spec.key.inputs)
     request_digest = sha256_json({"model": model.digest, **_canonical(wanted)})
     submission = await run_in_threadpool(
@@ -185,8 +190,21 @@ async def _submit(
     return submission, not submission.created and submission.job.state is JobState.SUCCEEDED
 
 
+def _uploaded(services: Services, blob: str, what: str, address: str, field: str) -> Path:
+    """Where the bytes of an upload lie, verified just now. LocatedNotFound if they are damaged or gone."""
+    try:
+        return services.blobs.path_verified(blob)
+    except (NotFound, BlobCorrupt):
+        raise LocatedNotFound(
+            f"the {what}'s stored bytes are damaged or gone; upload it again with POST {address}", field=field
+        ) from None
+
+
 def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:
-    return wanted.model_dump(mode="json", exclude={"model"})
+    spelled = wanted.model_dump(mode="json", exclude={"model"})
+    # Requests that say nothing of the later fields of quantization have the digest that they have always had.
+    quantization = {name: value for name, value in spelled["quantization"].items() if value is not None}
+    return {**spelled, "quantization": quantization}
 
 
 def _parse(kind: type[Body], body: bytes) -> Body:

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from service.resolve import known_model
 from service.schemas import ModelOut
 from service.services import Services, ServicesDep
-from service.uploads import Upload, receive
+from service.uploads import Shelf, Upload, file_body, keep, receive
 from tuning_db.catalog import ModelInfo
-from tuning_db.errors import BlobCorrupt, NotFound
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 FILE_PARTS = ("model", "file")
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"model": {"type": "string", "format": "binary"}},
-                    "required": ["model"],
-                }
-            },
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
 
-
-@router.post("", status_code=201, openapi_extra=_BODY)
+@router.post("", status_code=201, openapi_extra=file_body(FILE_PARTS[0]))
 async def upload_model(request: Request, response: Response, services: ServicesDep) -> ModelOut:
     """201 for a model that is new, 200 for one that is known."""
     async with receive(
@@ -52,30 +34,12 @@ def get_model(digest: str, services: ServicesDep) -> ModelOut:
 
 
 async def keep_model(services: Services, upload: Upload) -> tuple[ModelInfo, bool]:
-    """Find out what the bytes are, then keep them and remember the model; whether it was new.
+    """Find out what the bytes are, then `keep` them; a file that cannot be read is not kept."""
+    found = await services.inspector.inspect(*await upload.staged())
 
-    A file that cannot be read is not kept, nor is a second file of a known model, the same graph and weights, unless
-    the first one's bytes were lost.
-    """
-    path, sha256 = await upload.staged()
-    found = await services.inspector.inspect(path, sha256)
-    try:
-        known = await run_in_threadpool(services.store.model, found.digest)
-    except NotFound:
-        known = None
-    if known is not None:
-        if known.blob == sha256:
-            await upload.commit()  # the stored bytes may have been damaged since
-            return known, False
-        try:
-            await run_in_threadpool(services.blobs.path_verified, known.blob)
-        except (NotFound, BlobCorrupt):
-            size_bytes = await upload.commit()
-            await run_in_threadpool(services.store.replace_model_blob, known.digest, known.blob, (sha256, size_bytes))
-            return await run_in_threadpool(services.store.model, known.digest), False
-        return known, False
-    size_bytes = await upload.commit()
-    model = ModelInfo(found.digest, sha256, found.format, size_bytes, found.inputs, found.outputs)
-    if await run_in_threadpool(services.store.add_model, model):
-        return model, True
-    return await run_in_threadpool(services.store.model, model.digest), False
+    def row(sha256: str, size_bytes: int) -> ModelInfo:
+        return ModelInfo(found.digest, sha256, found.format, size_bytes, found.inputs, found.outputs)
+
+    store = services.store
+    shelf = Shelf(store.model, store.add_model, store.replace_model_blob)
+    return await keep(upload, services.blobs, shelf, found.digest, row)

@@ -31,6 +31,7 @@ from tests.samples import (
     make_workload,
     sha256,
 )
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import ModelInfo, PortSpec, Roof
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import (
@@ -46,8 +47,8 @@ from tuning_db.errors import (
     StorageFull,
     UnknownDevice,
 )
-from tuning_db.jobs import Claim, Job, JobError, JobState, SearchConfig
-from tuning_db.keys import KEY_VERSION, BuildOptions, Json, TensorSpec
+from tuning_db.jobs import Claim, Job, JobError, JobSpec, JobState, SearchConfig
+from tuning_db.keys import KEY_VERSION, BuildOptions, Json, QuantizationConfig, TensorSpec
 from tuning_db.store import Swept, TuningStore, experience_query
 from tuning_db.trials import Experience, Failed, FailureKind, Measured, StoredCostModel, Trial, Workload
 
@@ -153,6 +154,34 @@ class TestModels:
         """A model that nobody uploaded is NotFound."""
         with pytest.raises(NotFound, match="upload it"):
             store.model(sha256("nothing"))
+
+
+class TestCalibrations:
+    DATA = CalibrationInfo(
+        digest=sha256("samples"),
+        blob=sha256("an archive"),
+        size_bytes=5_000_000_000,
+        arrays=(TensorSpec("0/x\0", "float32", (1, 3, 8, 8)), TensorSpec("1/x\0", "int64", ())),
+    )
+
+    def test_round_trip(self, store: TuningStore) -> None:
+        """Samples come back as they were put; a second archive of them is told so, and the first one's bytes stay."""
+        assert store.add_calibration(self.DATA) is True
+        assert store.add_calibration(replace(self.DATA, blob=sha256("another archive"))) is False
+        assert store.calibration(self.DATA.digest) == self.DATA
+        assert store.blob_is_referenced(self.DATA.blob)
+
+    def test_lost_bytes_are_replaced_once(self, store: TuningStore) -> None:
+        """Another archive takes the place of the lost one; whoever comes later with a third is told so."""
+        store.add_calibration(self.DATA)
+        assert store.replace_calibration_blob(self.DATA.digest, self.DATA.blob, (sha256("second"), 7)) is True
+        assert store.replace_calibration_blob(self.DATA.digest, self.DATA.blob, (sha256("third"), 8)) is False
+        assert store.calibration(self.DATA.digest) == replace(self.DATA, blob=sha256("second"), size_bytes=7)
+
+    def test_unknown(self, store: TuningStore) -> None:
+        """Samples that nobody uploaded are NotFound."""
+        with pytest.raises(NotFound, match="upload it"):
+            store.calibration(sha256("nothing"))
 
 
 class TestDevices:
@@ -300,6 +329,22 @@ class TestSubmit:
         assert store.submit(make_spec(search=SearchConfig(tuner="none"))).job.id == small.job.id
         assert store.submit(make_spec(search=SearchConfig(trials=64, seconds=61))).created
         assert len(store.jobs()) == 3
+
+    def test_threshold(self, store: TuningStore) -> None:
+        """A job answers requests of the same key with its threshold or a lower one; a higher one makes a job of its
+        own, at any time."""
+        key = make_key(quantization=QuantizationConfig("int8", calibration=sha256("samples")).resolved())
+        search = SearchConfig(trials=8, seconds=60)
+        first = store.submit(JobSpec(key, search, 20)).job
+        assert [store.submit(JobSpec(key, search, wanted)).job.id for wanted in (None, 19, 20)] == [first.id] * 3
+        second = store.submit(JobSpec(key, search, 30))
+        assert second.created
+        for job_id in (first.id, second.job.id):
+            claimed = store.claim(job_id, "w1")
+            assert claimed is not None
+            store.publish(claimed[0], LIBRARY, 0.01, {})
+        assert store.submit(JobSpec(key, search, 25)).job == store.job(second.job.id)
+        assert store.submit(JobSpec(key, search, 31)).created
 
     def test_two_budgets_at_once(self, store: TuningStore) -> None:
         """Twenty requests at once for two budgets make at most one job for each, and nobody gets less than asked."""
@@ -1189,7 +1234,7 @@ class TestArtifacts:
         assert caught.value.nearest == ()
 
     def test_references(self, store: TuningStore) -> None:
-        """A blob is in use while a model or an artifact points to it."""
+        """A blob is in use while a model, samples or an artifact point to it."""
         claim, _ = running(store)
         store.publish(claim, LIBRARY, 0.01, {})
         store.add_model(TestModels.MODEL)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.client import CacheMissError, Event, JobFailed, RequestRefused, Tunery
@@ -80,6 +81,45 @@ def test_more_trials_continue_from_the_records(service: Service, client: Tunery,
     # Every trial of the second job is a new row: nothing that was known was measured again.
     assert service.stored_trials() == stored + second.job["trials_measured"]
     assert client.manifest(first.key)["latency_s"] <= before["latency_s"]
+
+
+def test_int8_is_calibrated_checked_and_part_of_the_key(client: Tunery, small_model: Path, tmp_path: Path) -> None:
+    """A model is quantized by the user's samples, compared with ONNX Runtime's run of the same quantized model, and
+    published with what that costs; other samples are another key, and less than was asked for is not published."""
+    for seed in (0, 1):
+        samples = np.random.default_rng(seed).standard_normal((4, 1, 8, 28, 28)).astype(np.float32)
+        np.savez(tmp_path / f"{seed}.npz", image=samples)
+    wanted = {"scheme": "int8", "calibration": tmp_path / "0.npz", "min_sqnr_db": 10}
+    events: list[Event] = []
+    job = client.submit(small_model, inputs=INPUTS, search={"tuner": "none"}, quantization=wanted)
+    job.wait(240, on_event=events.append)
+    stages = [event.data["stage"] for event in events if event.type == "stage"]
+    assert list(dict.fromkeys(stages)) == ["quantize", "import", "graph", "search", "build", "check", "publish"]
+    manifest = client.fetch(job.key, tmp_path / "library").manifest
+    assert manifest["check"]["ok"]
+    assert (manifest["quantization"]["scheme"], manifest["quantization"]["method"]) == ("int8", "minmax")
+    report = manifest["quantization"]["report"]
+    assert report["samples"] == 4
+    (output,) = report["outputs"]
+    assert output["sqnr_db"] > 10
+    assert 0.9 < output["cosine"] <= 1
+    (checked,) = manifest["check"]["quantized"]
+    assert checked["sqnr_db"] > checked["reference_sqnr_db"] - 1
+    own = [layer["own_sqnr_db"] for layer in report["layers"]]
+    assert len(own) >= 3
+    assert own == sorted(own)
+
+    stricter = {**wanted, "calibration": tmp_path / "1.npz", "min_sqnr_db": 140}
+    other = client.submit(small_model, inputs=INPUTS, search={"tuner": "none"}, quantization=stricter)
+    assert other.key != job.key
+    events.clear()
+    with pytest.raises(JobFailed, match=r"int8 keeps .* dB of output 'scores' on 4 samples") as failed:
+        other.wait(120, on_event=events.append)
+    (told,) = [event.data for event in events if event.type == "quantization"]
+    assert len(told["layers"]) == len(own), "what to leave out is told all the same"
+    assert failed.value.kind == "accuracy-too-low"
+    with pytest.raises(CacheMissError):
+        client.manifest(other.key)
 
 
 def test_an_operator_that_tvm_lacks_is_refused_by_name_at_once(client: Tunery, tmp_path: Path) -> None:

@@ -111,6 +111,15 @@ def test_ci(up: Service, folder: Path) -> None:
     assert json.loads((folder / "library" / "manifest.json").read_text())["inputs"][0]["shape"] == [1, 3, 48, 96]
 
 
+def test_int8(up: Service, folder: Path) -> None:
+    """The model is quantized by samples, and its key leads to what that costs."""
+    model = next(line for line in blocks("From curl", "sh")[0].splitlines() if line.startswith("MODEL="))
+    output = run_shell(f"export TUNERY_URL={up.url}\n{model}\n" + "\n".join(blocks("In 8-bit integers", "sh")), folder)
+    rows = [line.split("\t") for line in output.splitlines()]
+    assert ["output", "SQNR dB", "cosine", "top-1 agreement"] in rows
+    assert any(row[0].startswith("SQNR of") for row in rows)
+
+
 def test_an_altered_byte_is_never_served(up: Service, folder: Path) -> None:
     """A library damaged on disk becomes a miss, and asking again builds it from its records."""
     key = json.loads((folder / "job.json").read_text())["key"]
@@ -146,7 +155,7 @@ def test_every_command_of_the_readme_is_covered() -> None:
     """A command block that no test above runs would be found here."""
     covered = [
         *blocks("See it work", "sh"), *blocks("Run the tests", "sh"), *blocks("Use it", "sh"),
-        *blocks("From curl", "sh"), *blocks("From CI", "sh"),
+        *blocks("From curl", "sh"), *blocks("From CI", "sh"), *blocks("In 8-bit integers", "sh"),
     ]  # fmt: skip
     assert re.findall(r"(?ms)^```sh\n(.*?)^```", README) == covered
     assert blocks("Run the tests", "sh") == ["make test\n"]  # what is running now

@@ -99,6 +99,16 @@ def test_miss_names_the_field(
         ({"model": "MODEL", "input": "x:float9[2,4]"}, "inputs.x.dtype"),
         ({"model": "MODEL", "input": "x:float32[2,5]"}, "inputs.x.shape"),
         ({"model": "MODEL", "input": "x:float32[2,4]", "quantization": "fp7"}, "quantization.scheme"),
+        ({"model": "MODEL", "input": "x:float32[2,4]", "quantization": '{"sheme": "int8"}'}, "quantization.sheme"),
+        ({"model": "MODEL", "input": "x:float32[2,4]", "quantization": "{"}, "quantization"),
+        (
+            {"model": "MODEL", "input": "x:float32[2,4]", "quantization": '{"scheme": "int8"}'},
+            "quantization.calibration",
+        ),
+        (
+            {"model": "MODEL", "input": "x:float32[2,4]", "quantization": '{"min_sqnr_db": 20}'},
+            "quantization.min_sqnr_db",
+        ),
         ({"model": "MODEL", "input": "x:float32[2,4]", "fast_math": "perhaps"}, "fast_math"),
         ({"model": "MODEL", "input": "x:float32[2,4]", "winograd": "perhaps"}, "winograd"),
     ],

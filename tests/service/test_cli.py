@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -115,6 +116,51 @@ def test_without_winograd(service: Service, model: str, batch: int) -> None:
         assert found.stdout.strip() == job["key"]
 
 
+def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """`--int8` and its options ask for another library, in `submit` and in `key`; `show` tells what it costs."""
+    samples = tmp_path / "samples.npz"
+    np.savez(samples, x=np.random.default_rng(0).standard_normal((3, batch, 4)).astype(np.float32))
+    options = ["--int8", "--calibration", str(samples), "--method", "percentile", "--percentile", "99.5",
+               "--per-tensor", "--exclude", "b", "--exclude", "a"]  # fmt: skip
+    asked = ("submit", model, "--input", f"x={batch},4", "--no-wait", "--json")
+    job = answer_of(tunery(service, *asked, *options, "--min-sqnr-db", "20"))
+    said = job["spec"]["quantization"]
+    digest = said.pop("calibration")
+    assert said == {
+        "scheme": "int8", "mode": "static", "method": "percentile", "percentile": 99.5, "per_channel": False,
+        "exclude": ["a", "b"], "min_sqnr_db": 20,
+    }  # fmt: skip
+    dynamic = answer_of(tunery(service, *asked, "--int8", "--dynamic"))
+    assert dynamic["spec"]["quantization"]["mode"] == "dynamic"
+    layers = [{"node": f"conv{n}", "operator": "Conv", "own_sqnr_db": 20.5 + n, "sqnr_db": None} for n in range(12)]
+    outputs = [{"output": "y", "sqnr_db": 31.25, "cosine": 0.9996, "top1_agreement": None}]
+    manifest = {
+        "latency": {"tuned": {"median_s": 0.0012345}},
+        "check": {"quantized": [{"output": "y", "sqnr_db": 31.0, "reference_sqnr_db": 31.25}]},
+        "quantization": {"report": {"samples": 3, "outputs": outputs, "layers": layers}},
+    }
+    with service.blobs.writer() as writer:
+        writer.write(b"int8")
+        blob = writer.commit()
+    service.store.publish(service.claim(job["id"]), blob, 0.0012345, manifest)
+    for named in (str(samples), digest):
+        found = tunery(service, "key", model, "--input", f"x={batch},4", *options[:2], named, *options[3:])
+        assert found.stdout.strip() == job["key"]
+    miss = tunery(service, "key", model, "--input", f"x={batch},4", *options[:3])
+    assert miss.exit_code == CACHE_MISS
+    assert "quantization.percentile" in miss.stderr
+    shown = tunery(service, "show", job["key"])
+    assert shown.exit_code == 0
+    rows = [line.split("\t") for line in shown.stdout.splitlines()]
+    assert ["latency, tuned", "1.234 ms"] in rows
+    assert ["SQNR of y, checked", "31 dB, ONNX Runtime 31.25 dB"] in rows
+    assert ["y", "31.25", "0.9996", "-"] in rows
+    assert [row[:3] for row in rows[-10:]] == [[f"conv{n}", "Conv", f"{20.5 + n:g}"] for n in range(10)]
+    assert answer_of(tunery(service, "show", job["key"], "--json"))["quantization"]["report"]["layers"] == layers
+    plain = service.finish(service.submit(model, batch).json()["id"], b"fp32")
+    assert tunery(service, "show", plain.key.digest()).exit_code == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -129,6 +175,12 @@ def test_without_winograd(service: Service, model: str, batch: int) -> None:
         ("submit", "MODEL", "--input", "x=2,4", "--device", "toaster"),
         ("submit", "MODEL", "--input", "x=2,4", "--tuner", "magic"),
         ("submit", "MODEL", "--input", "x=2,4", "--no-wait", "--output", "o"),
+        ("submit", "MODEL", "--input", "x=2,4", "--calibration", "GARBAGE"),
+        ("submit", "MODEL", "--input", "x=2,4", "--dynamic"),
+        ("submit", "MODEL", "--input", "x=2,4", "--int8"),
+        ("submit", "MODEL", "--input", "x=2,4", "--int8", "--calibration", "no-such-file.npz"),
+        ("submit", "MODEL", "--input", "x=2,4", "--int8", "--calibration", "GARBAGE"),
+        ("submit", "MODEL", "--input", "x=2,4", "--int8", "--dynamic", "--method", "minmax"),
         ("submit", "GARBAGE"),
         ("submit", "EMPTY"),
         ("wait", "../x"),
@@ -157,7 +209,9 @@ def test_what_the_user_got_wrong_is_2(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("kind", "code"), [("build-failed", JOB_FAILED), ("check-failed", INTEGRITY)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("build-failed", JOB_FAILED), ("check-failed", INTEGRITY), ("accuracy-too-low", INTEGRITY)]
+)
 def test_a_failed_job_has_its_code(service: Service, model: str, batch: int, kind: str, code: int) -> None:
     """4 for a job that failed, 6 if its numbers were wrong; the reason is printed, and the job with --json."""
     job_id = service.submit(model, batch).json()["id"]

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
@@ -91,6 +92,35 @@ def test_find_and_miss(service: Service, client: Tunery, model: str) -> None:
     assert miss.value.nearest[0]["differences"] == [{"field": "options.fast_math", "wanted": True, "stored": False}]
     with pytest.raises(CacheMissError):
         client.manifest("0" * 64)
+
+
+def test_int8(service: Service, client: Tunery, model: str, tmp_path: Path) -> None:
+    """Samples in a file or in a folder, or uploaded before, are the same samples, for `submit` and for `find`."""
+    arrays = [np.random.default_rng(number).standard_normal((2, 4)).astype(np.float32) for number in range(3)]
+    folder = tmp_path / "samples"
+    for number, array in enumerate(arrays):
+        (folder / str(number)).mkdir(parents=True)
+        np.save(folder / str(number) / "x.npy", array)
+    (folder / "notes.txt").write_text("no array")
+    archive = tmp_path / "samples.npz"
+    np.savez(archive, **{f"{number}/x": array for number, array in enumerate(arrays)})
+    found = client.upload_calibration(folder)
+    assert found == client.calibration(found["digest"])
+    assert [array["name"] for array in found["arrays"]] == ["0/x", "1/x", "2/x"]
+    handles = [
+        client.submit(model, inputs={"x": [2, 4]}, quantization={"scheme": "int8", "calibration": samples})
+        for samples in (folder, archive, found["digest"])
+    ]
+    assert len({handle.id for handle in handles}) == 1
+    service.finish(handles[0].id, b"int8")
+    wanted = {"scheme": "int8", "calibration": archive}
+    assert client.find(model, inputs={"x": [2, 4]}, quantization=wanted)["key"] == handles[0].key
+    with pytest.raises(CacheMissError):
+        client.find(model, inputs={"x": [2, 4]}, quantization={**wanted, "method": "entropy"})
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelFilesRefused, match=r"holds no \.npy file"):
+        client.upload_calibration(empty)
 
 
 def test_refusals_carry_everything(client: Tunery, model: str) -> None:

@@ -93,6 +93,10 @@ def test_unsafe_request_ids_are_replaced(service: Service, asked: str | bytes) -
         ({"model": "m", "device": 3}, "device"),
         ({"model": "m", "options": {"fast_math": "yes"}}, "options.fast_math"),
         ({"model": "m", "options": {"winograd": 0}}, "options.winograd"),
+        ({"model": "m", "quantization": {"shceme": "int8"}}, "quantization.shceme"),
+        ({"model": "m", "quantization": {"per_channel": "yes"}}, "quantization.per_channel"),
+        ({"model": "m", "quantization": {"exclude": "conv"}}, "quantization.exclude"),
+        ({"model": "m", "quantization": {"exclude": [""]}}, "quantization.exclude.0"),
         ([1], "body"),
     ],
 )
@@ -193,6 +197,7 @@ HOSTILE = [
     "path",
     [
         "/v1/models/{}",
+        "/v1/calibrations/{}",
         "/v1/jobs/{}",
         "/v1/jobs/{}/events",
         "/v1/artifacts/{}",
@@ -262,7 +267,9 @@ def test_description_is_whole(service: Service) -> None:
 
     answer = service.http.get("/openapi.json")
     document = answer.json()
-    assert {"/v1/jobs", "/v1/models", "/v1/artifacts/{key}/library", "/readyz"} <= set(document["paths"])
+    assert {"/v1/jobs", "/v1/models", "/v1/calibrations", "/v1/artifacts/{key}/library", "/readyz"} <= set(
+        document["paths"]
+    )
     referred = set(re.findall(r'"\$ref":\s*"#/components/schemas/([^"]+)"', answer.text))
     assert {"SearchIn", "JobOut"} <= referred
     assert referred <= set(document["components"]["schemas"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.samples import make_spec, make_trial, make_workload, sha256
+from tests.samples import make_key, make_spec, make_trial, make_workload, sha256
 from tuning_db.errors import IllegalTransition, InvalidRequest, StaleAttempt, UnsupportedOption
 from tuning_db.jobs import (
     MAX_SECONDS,
+    MAX_SQNR_DB,
     MAX_TRIALS,
     TRANSITIONS,
     TUNERS,
@@ -25,6 +27,7 @@ from tuning_db.jobs import (
     JobState,
     SearchConfig,
 )
+from tuning_db.keys import QuantizationConfig
 from tuning_db.store import RESENT_WITHIN, TuningStore
 
 BUDGETS = st.builds(
@@ -103,11 +106,34 @@ def test_unknown_tuner() -> None:
     assert caught.value.field == "search.tuner"
 
 
-@given(search=BUDGETS)
-def test_spec_round_trip(search: SearchConfig) -> None:
-    """A job's spec read back from its JSON is the same spec."""
-    spec = make_spec(search=search)
-    assert JobSpec.from_json(spec.to_json()) == spec
+INT8 = make_key(quantization=QuantizationConfig("int8", calibration=sha256("samples")).resolved())
+THRESHOLDS = st.none() | st.floats(0, MAX_SQNR_DB)
+
+
+@given(search=BUDGETS, min_sqnr_db=THRESHOLDS)
+def test_spec_round_trip(search: SearchConfig, min_sqnr_db: float | None) -> None:
+    """A job's spec read back from its JSON is the same spec; one without a threshold is spelled as ever."""
+    spec = JobSpec(INT8, search, min_sqnr_db)
+    assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert set(make_spec(search=search).to_json()) == {"key", "search"}
+    assert make_spec(search=search).budget_digest() == search.budget_digest()
+
+
+@given(one=THRESHOLDS, two=THRESHOLDS)
+def test_no_threshold_is_passed_by(one: float | None, two: float | None) -> None:
+    """A job answers for another of its key and budget exactly if it lets pass no library that the other refuses."""
+    specs = JobSpec(INT8, min_sqnr_db=one), JobSpec(INT8, min_sqnr_db=two)
+    assert specs[0].answers(specs[1]) == ((one if one is not None else -1) >= (two if two is not None else -1))
+    assert (specs[0].budget_digest() == specs[1].budget_digest()) == (one == two)
+
+
+@pytest.mark.parametrize("threshold", [-1, MAX_SQNR_DB + 1, float("nan"), float("inf")])
+def test_threshold_limits(threshold: float) -> None:
+    """A threshold that is no number of decibels is refused, and so is any where there is nothing to judge by."""
+    for key, value in ((INT8, threshold), (make_key(), 20.0)):
+        with pytest.raises(InvalidRequest) as caught:
+            JobSpec(key, min_sqnr_db=value)
+        assert caught.value.field == "quantization.min_sqnr_db"
 
 
 @dataclass

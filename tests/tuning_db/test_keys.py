@@ -17,6 +17,7 @@ from tests.samples import DEVICE, TOOLCHAIN, make_key
 from tuning_db.errors import InvalidRequest
 from tuning_db.keys import (
     DTYPES,
+    PERCENTILE,
     ArtifactKey,
     BuildOptions,
     DeviceIdentity,
@@ -52,6 +53,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return TEXT
     if hint is bool:
         return st.booleans()
+    if hint is float:
+        return st.floats(0, 1e6)
     if hint is int:
         return st.integers(-(2**63), 2**63)
     if get_origin(hint) is tuple:
@@ -104,6 +107,7 @@ def test_the_walk_sees_every_field() -> None:
         "target",
         "toolchain.tvm", "toolchain.tvm_ffi", "toolchain.llvm", "toolchain.pipeline", "toolchain.cuda",
         "quantization.scheme", "quantization.calibration", "quantization.method", "quantization.exclude",
+        "quantization.mode", "quantization.percentile", "quantization.per_channel",
         "options.fast_math", "options.opt_level", "options.winograd",
     }  # fmt: skip
 
@@ -178,9 +182,68 @@ def test_golden_digest() -> None:
         toolchain=replace(TOOLCHAIN, cuda="12.8"),
         inputs=(TensorSpec("x", "float32", (1, 3, 48, 192)), TensorSpec("größe", "int64", ())),
     )
+    int8 = QuantizationConfig("int8", "cd" * 32, "percentile", ("/head/Conv",), "static", 99.9, False)
+    assert make_key(quantization=int8).digest() == "12fedf6624e079e453d498ba0e6a50221a4ef070b0ecba58980a37531764c6af"
     assert make_key().digest() == "aaa6425744f1bce68649ca3cbc0499ea01abb03d6cf3ba653830fdb26b9cf7eb"
     assert key.digest() == "b0ad58b46134889e056111d635c33af489408e287c05dc563ee68f65e716e60d"
     assert DEVICE.name == "genuineintel-xeon-platinum-8488c-2c-3ef6963d"
+
+
+@pytest.mark.parametrize(
+    ("wish", "meant"),
+    [
+        ({}, {"mode": "static", "method": "minmax", "per_channel": True}),
+        ({"method": "percentile"}, {"mode": "static", "percentile": PERCENTILE, "per_channel": True}),
+        (
+            {"exclude": ("b", "a", "b")},
+            {"mode": "static", "method": "minmax", "per_channel": True, "exclude": ("a", "b")},
+        ),
+        ({"mode": "dynamic", "calibration": None}, {"per_channel": True}),
+        ({"mode": "dynamic"}, {"per_channel": True}),
+        ({"per_channel": False}, {"mode": "static", "method": "minmax"}),
+    ],
+)
+def test_one_wish_has_one_spelling(wish: dict[str, Any], meant: dict[str, Any]) -> None:
+    """What a request for int8 leaves out has its default, so that saying it makes no other key."""
+    config = QuantizationConfig(**{"scheme": "int8", "calibration": "ab" * 32, **wish})
+    resolved = config.resolved()
+    assert resolved == replace(config, **meant)
+    assert resolved.resolved() == resolved
+    assert QuantizationConfig.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"scheme": "int4"}, "scheme"),
+        ({"scheme": "none"}, "calibration"),
+        ({"scheme": "none", "calibration": None, "per_channel": False}, "per_channel"),
+        ({"scheme": "fp16", "calibration": None, "exclude": ("a",)}, "exclude"),
+        ({"mode": "online"}, "mode"),
+        ({"calibration": None}, "calibration"),
+        ({"calibration": "AB" * 32}, "calibration"),
+        ({"mode": "dynamic", "calibration": "ab"}, "calibration"),
+        ({"method": "kl"}, "method"),
+        ({"mode": "dynamic", "method": "minmax"}, "method"),
+        ({"mode": "dynamic", "percentile": 99.0}, "percentile"),
+        ({"percentile": 99.0}, "percentile"),
+        ({"method": "percentile", "percentile": 100.1}, "percentile"),
+        ({"method": "percentile", "percentile": 50.0}, "percentile"),
+        ({"method": "percentile", "percentile": float("nan")}, "percentile"),
+    ],
+)
+def test_what_has_no_meaning_together(wish: dict[str, Any], field: str) -> None:
+    """A wish that contradicts itself is refused by the field that does not fit."""
+    with pytest.raises(InvalidRequest, match=f"^quantization.{field} ") as caught:
+        QuantizationConfig(**{"scheme": "int8", "calibration": "ab" * 32, **wish}).resolved()
+    assert caught.value.field == f"quantization.{field}"
+
+
+def test_keys_from_before_int8() -> None:
+    """A stored key that knows nothing of the later fields of quantization is read, and still has its name."""
+    stored = make_key().to_json()
+    assert stored["quantization"] == {"scheme": "none", "calibration": None, "method": None, "exclude": []}
+    assert ArtifactKey.from_json(stored).digest() == sha256_json(stored)
 
 
 def test_another_version_is_not_read() -> None:

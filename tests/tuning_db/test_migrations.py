@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tests.samples import make_spec
+from tests.samples import make_spec, sha256
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import SchemaMismatch
 from tuning_db.migrations import check_schema, drift, upgrade
@@ -32,6 +32,28 @@ def test_upgrade_then_use(empty_database_url: str) -> None:
     job = store.submit(make_spec()).job
     upgrade(empty_database_url)
     assert store.job(job.id) == job
+    store.close()
+
+
+def test_upgrade_of_a_database_in_use(empty_database_url: str) -> None:
+    """A library that was published with the first schema is still found by its key after the upgrade."""
+    upgrade(empty_database_url)
+    store = TuningStore(empty_database_url)
+    claimed = store.claim(store.submit(make_spec()).job.id, "w1")
+    assert claimed is not None
+    published = store.publish(claimed[0], (sha256("a library"), 5), 0.01, {})
+    store.close()
+    engine = open_engine(parse_url(empty_database_url))
+    with engine.begin() as connection:
+        connection.execute(sa.text("DROP TABLE calibrations"))
+    engine.dispose()
+    set_revision(empty_database_url, "0001")
+    with pytest.raises(SchemaMismatch, match="schema is 0001"):
+        TuningStore(empty_database_url)
+    upgrade(empty_database_url)
+    store = TuningStore(empty_database_url)
+    assert store.find_artifact(make_spec().key) == published
+    assert drift(empty_database_url) == []
     store.close()
 
 

@@ -154,7 +154,8 @@ def cpu_of(identity: DeviceIdentity) -> Cpu:
     lanes, registers = vector_registers(identity.arch, identity.features)
     # Where the kernel does not tell, what the smallest core of the last ten years has.
     l1_bytes, l2_bytes = identity.cache_bytes[:2] if len(identity.cache_bytes) >= 2 else (32 << 10, 256 << 10)
-    return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores)
+    dot = {"avx512f", "avx512vnni"} <= set(identity.features)
+    return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores, dot)
 
 
 def _is_known(base: Mapping[str, Any], feature: str) -> bool:

@@ -1,8 +1,10 @@
-"""`python -m workers.frontend.inspect FILE [--bind JSON]`: parse an untrusted model in a process that may die.
+"""`python -m workers.frontend.inspect FILE [--bind JSON | --calibration]`: parse an untrusted upload in a process that
+may die.
 
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
 "inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
-``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left.
+``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left. With
+``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``.
 Anything else on stdout, another exit status or none in time means that the file broke the parser.
 """
 
@@ -67,10 +69,19 @@ def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
     }
 
 
+def examine(path: Path) -> dict[str, Json]:
+    from workers.quantize import samples
+
+    digest, arrays = samples.examine(path)
+    return {"ok": True, "digest": digest, "arrays": to_json(arrays)}
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.frontend.inspect", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--bind", type=json.loads)
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--bind", type=json.loads)
+    asked.add_argument("--calibration", action="store_true")
     options = parser.parse_args(arguments)
     limit_resources(options.file.stat().st_size)
     # Libraries print what they like; the answer alone goes to stdout.
@@ -78,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(2, 1)
         result: dict[str, Json]
         try:
-            result = inspect(options.file, options.bind)
+            result = examine(options.file) if options.calibration else inspect(options.file, options.bind)
         except InvalidRequest as error:
             details: dict[str, Json] = {"type": type(error).__name__, "message": str(error), "field": error.field}
             if isinstance(error, UnsupportedOperator):
@@ -87,14 +98,10 @@ def main(arguments: Sequence[str]) -> int:
         except StorageFull as error:
             result = {"ok": False, "error": {"type": "StorageFull", "message": str(error), "field": None}}
         except MemoryError:
-            result = {
-                "ok": False,
-                "error": {
-                    "type": "InvalidModel",
-                    "message": "the model needs too much memory to parse",
-                    "field": "model",
-                },
-            }
+            what = "calibration data" if options.calibration else "model"
+            kind, field = ("InvalidCalibration", "calibration") if options.calibration else ("InvalidModel", "model")
+            message = f"the {what} needs too much memory to parse"
+            result = {"ok": False, "error": {"type": kind, "message": message, "field": field}}
         json.dump(result, answer)
     return 0
 

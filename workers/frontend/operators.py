@@ -11,6 +11,14 @@ from typing import Final
 #: Operator sets that are accepted, first and last.
 SUPPORTED_OPSETS: Final = (7, 28)
 
+#: Operators of which a quantized graph holds at least one.
+QUANTIZED: Final = frozenset(
+    {
+        "ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
+        "QuantizeLinear",
+    }
+)  # fmt: skip
+
 #: What TVM 0.27's importer converts.
 IMPORTED: Final = frozenset(
     """

@@ -29,15 +29,17 @@ from workers.graph.computations import (
     Convolution,
     Copy,
     Dense,
-    Fused,
     Pointwise,
     Pooling,
     View,
-    Window,
     pack_weights,
 )  # fmt: skip
+from workers.graph.folding import channel_vector, fold_affine, in_units, merge_affine, shifted
+from workers.graph.integer import IntegerConvolution, offsets
 from workers.graph.layout import NONE, Slots
+from workers.graph.parts import Fused, Window
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
+from workers.graph.quantized import Grid, Weights, folded, grid_of, weights_of
 
 Array = NDArray[Any]
 
@@ -54,6 +56,11 @@ _FEW_CHANNELS: Final = 8
 _MAX_ELEMENTS: Final = 2**30
 #: Attribute of a function that is a kernel of ours: its name, which TVM's passes do not keep.
 KERNEL_ATTR: Final = "tunery.kernel"
+#: Rows of a product of integers that are computed as images of one pixel.
+_FEW_ROWS: Final = 64
+#: Operators that give uint8 and are ours where their data is blocked.
+_ON_BYTES: Final = frozenset({"quantize", "nn.max_pool2d", "concat", "reshape"})
+_AVERAGES: Final = ("mean", "nn.avg_pool2d")
 #: TVM's pattern of what is never fused with anything.
 _OPAQUE: Final = 8
 
@@ -86,6 +93,10 @@ class _Blocked:
     variable: Any
     slots: Slots
     shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return _dtype(self.variable)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -126,6 +137,17 @@ class _Product:
     right_view: View
 
 
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """What an operator reads that sums integers: uint8 data on a grid, or float32 that is quantized to it first."""
+
+    source: Any
+    grid: Grid
+    weights: Weights | None  #: None for an average
+    absorbed: tuple[int, ...]  #: nodes that it does the work of
+    quantizes: bool = False
+
+
 class BlockedGraph:
     """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
 
@@ -138,6 +160,7 @@ class BlockedGraph:
         self._group_of: dict[int, _Group] = {}
         self._blocked: set[int] = set()
         self._products: dict[int, _Product] = {}
+        self._integers: dict[int, _Integers] = {}  #: by the anchor of a group
         self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of
         for node in self._nodes:
             if node.index not in self._group_of:
@@ -167,10 +190,22 @@ class BlockedGraph:
 
     def _consider(self, node: _Node) -> None:
         """Begin a kernel at this node if it is one of ours."""
-        if not _is_float(node.variable) or not self._is_addressable(node):
-            return
         operator, arguments = node.operator, node.arguments
-        if operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
+        if not (_is_float(node.variable) or (operator in _ON_BYTES and _dtype(node.variable) == "uint8")):
+            return
+        if not self._is_addressable(node):
+            return
+        integers = self._integers_of(node)
+        if integers is None and operator in ("matmul", "nn.conv2d"):
+            self._fold_weights(node)
+        if integers is not None:
+            self._integers[node.index] = integers
+            group = _Group(node.index, [*integers.absorbed, node.index])
+            self._grow(group, node.variable, node.index + 1)
+            self._settle(group)
+        elif operator == "dequantize":
+            self._consider_dequantized(node)
+        elif operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
             group = _Group(node.index, [node.index])
             self._grow(group, node.variable, node.index + 1, rows=True)
             self._settle(group, blocked=False)
@@ -195,12 +230,106 @@ class BlockedGraph:
             else:
                 self._shuffle(node)
         elif operator in OPERATORS and len(node.shape) in (2, 4):
-            first = next((a for a in arguments if self._is_blocked(a) and _shape(a) == node.shape), None)
+            first, through = self._first(node)
             if first is not None:
                 group = _Group(None, [], first=first)
-                self._grow(group, first, node.index)
+                self._grow(group, first, node.index, through=through)
                 if group.members:
                     self._settle(group)
+
+    def _first(self, node: _Node) -> tuple[Any, _Node | None]:
+        """What a group without an anchor starts from that begins at this node, and what dequantizes it before."""
+        for argument in node.arguments:
+            if self._is_blocked(argument) and _shape(argument) == node.shape:
+                return argument, None
+            dequantized = self._dequantized(argument)
+            if dequantized is not None and dequantized.shape == node.shape:
+                source = dequantized.arguments[0]
+                if self._is_blocked(source):
+                    return source, dequantized
+        return None, None
+
+    def _consider_dequantized(self, node: _Node) -> None:
+        """Where no kernel reads the integers themselves, the real numbers are made by one of their own, which a
+        convolution may take in as its prologue."""
+        source = node.arguments[0]
+        if self._dequantized(node.variable) is not None and self._is_blocked(source) and self._may_end_at(node):
+            group = _Group(None, [], first=source)
+            self._grow(group, source, node.index + 1, through=node)
+            self._settle(group)
+
+    def _dequantized(self, expression: Any) -> _Node | None:
+        """What dequantizes uint8 to this, if that is so and not part of a kernel yet."""
+        node = self._node(expression)
+        if node is None or node.operator != "dequantize" or node.index in self._group_of:
+            return None
+        grid = grid_of(node.arguments, _dtype(node.arguments[0]))
+        return node if grid is not None and grid.dtype == "uint8" else None
+
+    def _may_end_at(self, node: _Node) -> bool:
+        """Whether a kernel may have this as its last: not real numbers that another would rather have as integers."""
+        if node.operator != "dequantize":
+            return True
+        return not any(self._wants_integers(self._nodes[use]) for use in node.uses if use >= 0)
+
+    def _wants_integers(self, node: _Node) -> bool:
+        if node.operator in ("nn.conv2d", "matmul"):
+            return self._integers_of(node) is not None
+        return node.operator in OPERATORS or node.operator in _AVERAGES
+
+    def _integers_of(self, node: _Node) -> _Integers | None:
+        """What this reads as integers, if it is an operator that sums them."""
+        if node.operator not in ("nn.conv2d", "matmul", *_AVERAGES):
+            return None
+        dequantized = self._dequantized(node.arguments[0])
+        if dequantized is None:
+            return None
+        source = dequantized.arguments[0]
+        grid = grid_of(dequantized.arguments, _dtype(source))
+        assert grid is not None
+        if node.operator in _AVERAGES:
+            fits = _averages_pixels(node) if node.operator == "mean" else _fits_pool(node)
+            return _Integers(source, grid, None, (dequantized.index,)) if self._is_blocked(source) and fits else None
+        if node.operator == "nn.conv2d":
+            if not _is_nchw(node) or int(node.attributes.groups) != 1:
+                return None
+            outputs, rank = 0, 4
+        else:
+            # Rows are images of one pixel: many of them would be better served.
+            if len(node.shape) != 2 or (node.shape[0] > _FEW_ROWS and not self._is_blocked(source)):
+                return None
+            outputs, rank = 1, 2
+        weight = self._node(node.arguments[1])
+        weights = None if weight is None else weights_of(weight.value, outputs, rank)
+        if weights is None:
+            return None
+        try:
+            offsets(grid.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
+        except OverflowError:
+            return None
+        made = self._node(source)
+        if (
+            made is not None
+            and made.operator == "quantize"
+            and made.index not in self._group_of
+            and made.uses == [dequantized.index]
+            and rank == 4
+            and made.shape[1] <= _FEW_CHANNELS
+            and not self._is_blocked(made.arguments[0])
+        ):
+            return _Integers(made.arguments[0], grid, weights, (made.index, dequantized.index), True)
+        return _Integers(source, grid, weights, (dequantized.index,))
+
+    def _reads_weights(self, node: _Node) -> bool:
+        """Whether this dequantizes what is read as integers alone."""
+        return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
+
+    def _fold_weights(self, node: _Node) -> None:
+        """Weights that are int8 in the graph, for an operator that is computed in float32 after all."""
+        weight = self._node(node.arguments[1])
+        constant = None if weight is None else folded(weight.value)
+        if constant is not None:
+            node.arguments[1] = relax.const(constant)
 
     def _is_addressable(self, node: _Node) -> bool:
         """Whether everything that is read and written is so small that the 32-bit indices of our kernels reach it."""
@@ -241,11 +370,15 @@ class BlockedGraph:
         ):
             self._settle(_Group(chain[0].index, [n.index for n in chain]))
 
-    def _grow(self, group: _Group, value: Any, begin: int, *, rows: bool = False, numbers_only: bool = False) -> None:
+    def _grow(
+        self, group: _Group, value: Any, begin: int, *, rows: bool = False, numbers_only: bool = False,
+        through: _Node | None = None,
+    ) -> None:  # fmt: skip
         """Take in elementwise nodes from `begin` on, as far as everything that reads a part of them is taken in too.
 
         They are what comes of `value`: the anchor's, or what a group without anchor starts from, which others may read.
-        Of plain `rows` only the number and the length matter: how they are divided over leading axes does not.
+        Of plain `rows` only the number and the length matter: how they are divided over leading axes does not. Where a
+        node `through` dequantizes the value, it is the first step.
         """
         shape = _as_rows(_shape(value)) if rows else _shape(value)
         inside: dict[Any, Ref] = {value: VALUE}
@@ -253,6 +386,11 @@ class BlockedGraph:
         operands: list[Any] = []
         taken: list[_Node] = []
         fused = 0  #: of those taken
+        if through is not None:
+            inside = {through.variable: ("step", 0)}
+            steps, taken = [Step("dequantize", (VALUE, *self._numbers(through)))], [through]
+            if self._may_end_at(through):
+                group.members, group.steps, fused = [through.index], list(steps), 1
         spread = group.anchor is not None and self._nodes[group.anchor].operator == "nn.conv2d_transpose"
         for node in self._nodes[begin : begin + 4 * _MAX_STEPS]:
             if not any(a in inside for a in node.arguments if isinstance(a, relax.Var)):
@@ -260,20 +398,22 @@ class BlockedGraph:
             if rows and node.operator == "reshape" and _as_rows(node.shape) == shape:
                 inside[node.variable] = inside[node.arguments[0]]
             else:
-                step = None
+                found = None
                 if node.operator in OPERATORS and node.index not in self._group_of and len(steps) < _MAX_STEPS:
-                    step = self._step(node, shape, inside, operands, constants_only=spread, rows=rows)
-                if step is not None and numbers_only and any(kind == "input" for kind, _ in step.arguments):
-                    step = None
-                if step is not None and Program((*steps, step)).size > _MAX_SIZE:
-                    step = None
-                if step is None:
+                    found = self._step(node, shape, inside, operands, len(steps), constants_only=spread, rows=rows)
+                added, absorbed = ([], []) if found is None else found
+                if numbers_only and any(kind == "input" for step in added for kind, _ in step.arguments):
+                    added = []
+                if Program((*steps, *added)).size > _MAX_SIZE:
+                    added = []
+                if not added:
                     # What it reads stays visible outside: nothing more can be taken in unless that was the last taken.
                     break
-                steps.append(step)
+                steps += added
+                taken += absorbed
                 inside[node.variable] = ("step", len(steps) - 1)
             taken.append(node)
-            if self._is_closed(group, value, taken):
+            if self._is_closed(group, value, taken) and self._may_end_at(node):
                 group.members += [n.index for n in taken[fused:]]
                 group.steps, group.operands, fused = list(steps), list(operands), len(taken)
 
@@ -287,15 +427,25 @@ class BlockedGraph:
         return all(use in indices for node in hidden for use in node.uses)
 
     def _step(
-        self, node: _Node, shape: tuple[int, ...], inside: dict[Any, Ref], operands: list[Any], *,
+        self, node: _Node, shape: tuple[int, ...], inside: dict[Any, Ref], operands: list[Any], count: int, *,
         constants_only: bool, rows: bool,
-    ) -> Step | None:  # fmt: skip
-        """The node as a step; None if it cannot be one. New operands are added."""
-        if (_as_rows(node.shape) if rows else node.shape) != shape or not _is_float(node.variable):
+    ) -> tuple[list[Step], list[_Node]] | None:  # fmt: skip
+        """The node as a step behind `count` others, with those that dequantize what it reads, and the nodes that these
+        stand for; None if it cannot be one. New operands are added."""
+        if (_as_rows(node.shape) if rows else node.shape) != shape:
+            return None
+        if node.operator in ("quantize", "dequantize"):
+            grid = grid_of(node.arguments, _dtype(node.variable if node.operator == "quantize" else node.arguments[0]))
+            if grid is None or grid.dtype != "uint8" or node.arguments[0] not in inside:
+                return None
+            return [Step(node.operator, (inside[node.arguments[0]], *self._numbers(node)))], []
+        if not _is_float(node.variable):
             return None
         fits = _matches_rows if rows else _broadcasts
         references: list[Ref] = []
         added: list[Any] = []
+        steps: list[Step] = []
+        absorbed: list[_Node] = []
         for argument in node.arguments:
             if isinstance(argument, relax.Var) and argument in inside:
                 references.append(inside[argument])
@@ -306,12 +456,29 @@ class BlockedGraph:
                 continue
             if not fits(argument, shape) or (constants_only and not isinstance(argument, GenericConst)):
                 return None
-            references.append(("input", len(operands) + len(added)))
-            added.append(argument)
+            place: Ref = ("input", len(operands) + len(added))
+            dequantized = self._dequantized(argument)
+            if dequantized is None:
+                references.append(place)
+                added.append(argument)
+            else:
+                steps.append(Step("dequantize", (place, *self._numbers(dequantized))))
+                references.append(("step", count + len(steps) - 1))
+                added.append(dequantized.arguments[0])
+                absorbed.append(dequantized)
         if node.operator == "leakyrelu":
             references.append(("number", float(node.attributes.alpha)))
         operands += added
-        return Step(node.operator, tuple(references))
+        return [*steps, Step(node.operator, tuple(references))], absorbed
+
+    @staticmethod
+    def _numbers(node: _Node) -> list[Ref]:
+        """What a step that quantizes or dequantizes is given beside its value."""
+        quantizes = node.operator == "quantize"
+        grid = grid_of(node.arguments, _dtype(node.variable if quantizes else node.arguments[0]))
+        assert grid is not None
+        numbers = [grid.scale, grid.zero, *(grid.bounds if quantizes else ())]
+        return [("number", float(number)) for number in numbers]
 
     def _product(self, node: _Node) -> _Product | None:
         """A product of two batches of matrices that are both computed, if it is one of ours."""
@@ -387,7 +554,7 @@ class BlockedGraph:
                 and reader.operator == "nn.conv2d"
                 and reader.index in self._group_of
                 and reader.arguments[0].same_as(self._nodes[group.last].variable)
-                and Program(tuple(_merge_affine(group, _shape(group.first)[1])[0])).is_cheap
+                and Program(tuple(merge_affine(group.steps, group.operands, _shape(group.first)[1])[0])).is_cheap
             ):
                 found[reader.index] = group
         return found
@@ -416,7 +583,12 @@ class _Emission:
                 for node in graph._nodes:
                     group = graph._group_of.get(node.index)
                     if group is None:
-                        self._values[node.variable] = self._builder.emit(self._rewrite(node.value))
+                        if graph._reads_weights(node):
+                            continue
+                        constant = folded(node.value)
+                        self._values[node.variable] = (
+                            self._builder.emit(self._rewrite(node.value)) if constant is None else relax.const(constant)
+                        )
                     elif id(group) not in absorbed and node.index == group.last:
                         self._values[node.variable] = self._kernel(group)
                 result = self._builder.emit_output(self._rewrite(main.body.body))
@@ -449,8 +621,9 @@ class _Emission:
         if variable not in self._as_plain:
             slots, (h, w) = value.slots, value.size
             move = Copy(
-                "plain", value.shape[0], slots.count, h, w, slots.block, (slots.blocks,), 0, not slots.is_in_order
-            )
+                "plain", value.shape[0], slots.count, h, w, slots.block, (slots.blocks,), 0, not slots.is_in_order,
+                dtype=value.dtype,
+            )  # fmt: skip
             table = np.array(slots.slot_of, "int32") if move.table else None
             plain = self._call(move, [value.variable], table=table)
             if len(value.shape) != 4:
@@ -479,7 +652,7 @@ class _Emission:
         if table is not None:
             arguments.append(relax.const(table))
         arguments += others
-        result = relax.TensorType(computation.result_shape, "float32")
+        result = relax.TensorType(computation.result_shape, computation.dtype)
         return self._builder.emit(relax.op.call_tir(function_name, relax.Tuple(arguments), result))
 
     def _blocked(self, expression: Any, slots: Slots | None) -> _Blocked:
@@ -497,12 +670,18 @@ class _Emission:
             return self._as_blocked[key]
         (h, w) = (shape[2], shape[3]) if len(shape) == 4 else (1, 1)
         if isinstance(value, _Blocked):
-            move = Copy("remap", shape[0], shape[1], h, w, slots.block, (value.slots.blocks,), slots.blocks, True)
+            move = Copy(
+                "remap", shape[0], shape[1], h, w, slots.block, (value.slots.blocks,), slots.blocks, True,
+                dtype=value.dtype,
+            )  # fmt: skip
             where = value.slots.slot_of
             table = np.array([where[c] if c != NONE else NONE for c in slots.channels], "int32")
             variable = self._call(move, [value.variable], table=table)
         else:
-            move = Copy("block", shape[0], shape[1], h, w, slots.block, (), slots.blocks, not slots.is_in_order)
+            move = Copy(
+                "block", shape[0], shape[1], h, w, slots.block, (), slots.blocks, not slots.is_in_order,
+                dtype=_dtype(expression),
+            )  # fmt: skip
             if len(shape) != 4:
                 value = self._builder.emit(relax.op.reshape(value, (*shape, 1, 1)))
             variable = self._call(move, [value], table=np.array(slots.channels, "int32") if move.table else None)
@@ -516,10 +695,13 @@ class _Emission:
             data = self._blocked(group.first, None)
             fused, others = self._fuse(group, data.slots, shape)
             computation: Computation = Pointwise(
-                shape[0], data.slots.blocks, *data.size, self._graph.block, (1, 1), fused
+                shape[0], data.slots.blocks, *data.size, self._graph.block, (1, 1), fused, data.dtype
             )
             return _Blocked(self._call(computation, [data.variable], others=others), data.slots, shape)
         node = nodes[group.anchor]
+        integers = self._graph._integers.get(node.index)
+        if integers is not None and integers.weights is not None:
+            return self._integer_convolution(group, node, integers, integers.weights, shape)
         if node.index in self._graph._products:
             return self._matmul(group, self._graph._products[node.index], shape)
         if node.operator == "matmul" and group.last not in self._graph._blocked:
@@ -536,7 +718,10 @@ class _Emission:
             parts = [self._blocked(part, None) for part in node.arguments[0].fields]
             slots = Slots.joined(part.slots for part in parts)
             blocks = tuple(part.slots.blocks for part in parts)
-            move = Copy("concat", shape[0], slots.count, shape[2], shape[3], slots.block, blocks, slots.blocks)
+            move = Copy(
+                "concat", shape[0], slots.count, shape[2], shape[3], slots.block, blocks, slots.blocks,
+                dtype=parts[0].dtype,
+            )  # fmt: skip
             return _Blocked(self._call(move, [part.variable for part in parts]), slots, shape)
         if node.operator == "image.resize2d":
             data = self._blocked(node.arguments[0], None)
@@ -545,33 +730,76 @@ class _Emission:
             point = Pointwise(shape[0], data.slots.blocks, *data.size, self._graph.block, scale, fused)
             return _Blocked(self._call(point, [data.variable], others=others), data.slots, shape)
         if node.operator in ("nn.max_pool2d", "nn.avg_pool2d", "mean"):
-            return self._pool(group, node, shape)
+            return self._pool(group, node, integers, shape)
         if node.operator == "nn.conv2d_transpose":
             return self._transposed(group, node, shape)
         if node.operator == "nn.conv2d" and _is_depthwise(node):
             return self._depthwise(group, node, shape)
         return self._convolution(group, node, shape)
 
-    def _pool(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
-        data = self._blocked(node.arguments[0], None)
-        fused, others = self._fuse(group, data.slots, shape)
+    def _pool(self, group: _Group, node: _Node, integers: _Integers | None, shape: tuple[int, ...]) -> _Blocked:
+        if integers is None:
+            data = self._blocked(node.arguments[0], None)
+            fused, others = self._fuse(group, data.slots, shape)
+        else:
+            # An average of integers lies on their grid as they do.
+            data = self._blocked(integers.source, None)
+            first = Step("dequantize", (VALUE, ("number", integers.grid.scale), ("number", float(integers.grid.zero))))
+            fused, others = self._fuse(
+                group, data.slots, shape, None, [first, *shifted(group.steps)], list(group.operands)
+            )
         if node.operator == "mean":
             kind, window, count = "average", Window(data.size), False
         else:
             kind = "max" if node.operator == "nn.max_pool2d" else "average"
             window, count = _pool_window(node), bool(node.attributes.count_include_pad)
         pool = Pooling(
-            kind, shape[0], data.slots.blocks, *data.size, self._graph.block, window, count, Fused(), fused
+            kind, shape[0], data.slots.blocks, *data.size, self._graph.block, window, count, Fused(), fused,
+            data.dtype, 0 if integers is None else integers.grid.zero,
         )  # fmt: skip
         return _Blocked(self._call(pool, [data.variable], others=others), data.slots, shape)
 
+    def _integer_convolution(
+        self, group: _Group, node: _Node, integers: _Integers, weights: Weights, shape: tuple[int, ...]
+    ) -> _Blocked:
+        """A convolution or product of rows, from sums of integers to whatever its epilogue makes of them."""
+        block, grid = self._graph.block, integers.grid
+        window = _window(node) if node.operator == "nn.conv2d" else Window()
+        out = self._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
+        added, factor, steps, operands = in_units(group.steps, group.operands, grid, weights)
+        fused, others = self._fuse(group, out, shape, None, steps, operands)
+        source = integers.source
+        pre = Fused()
+        if integers.quantizes:
+            numbers = (grid.scale, grid.zero, *grid.bounds)
+            pre = Fused(Program((Step("quantize", (VALUE, *(("number", float(n)) for n in numbers))),)))
+        arranged = out.fill(weights.integers)
+        channels = _shape(source)[1]
+        if integers.quantizes or (channels <= _FEW_CHANNELS and not self._graph._is_blocked(source)):
+            value = self._plain(source)
+            conv = IntegerConvolution(
+                shape[0], 1, *_hw(_shape(source)), out.blocks, block, grid.zero, window, channels, pre, fused
+            )
+            if len(_shape(source)) != 4:
+                value = self._builder.emit(relax.op.reshape(value, conv.data_shape))
+        else:
+            data = self._blocked(source, None)
+            value, arranged = data.variable, data.slots.fill(arranged, axis=1)
+            conv = IntegerConvolution(
+                shape[0], data.slots.blocks, *data.size, out.blocks, block, grid.zero, window, 0, pre, fused
+            )
+        constants = [relax.const(out.fill(vector).reshape(out.blocks, block)) for vector in (added, factor)]
+        variable = self._call(conv, [value], weight=arranged, others=[*constants, *others])
+        return _Blocked(variable, out, shape)
+
     def _depthwise(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
         pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
         fused, others = self._fuse(group, data.slots, shape, shift, steps, operands)
         weight = _array(node.arguments[1]) * scale.reshape(-1, 1, 1, 1)
         pool = Pooling(
-            "depthwise", shape[0], data.slots.blocks, *data.size, self._graph.block, _window(node), False, pre, fused
+            "depthwise", shape[0], data.slots.blocks, *data.size, self._graph.block, _window(node), False, pre, fused,
+            data.dtype,
         )  # fmt: skip
         packed = data.slots.fill(weight[:, 0].astype("float32"))
         variable = self._call(pool, [data.variable], weight=packed, others=[*before, *others])
@@ -590,7 +818,7 @@ class _Emission:
         pre, data, before = Fused(), None, list[Any]()
         if groups > 1 or channels > _FEW_CHANNELS or self._graph._is_blocked(source):
             pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
         weight = (weight * scale.reshape(-1, 1, 1, 1)).astype("float32")
         aligned = groups > 1 and (channels // groups) % block == 0 and (shape[1] // groups) % block == 0
         out = self._wanted_slots(operands, shape)
@@ -617,7 +845,7 @@ class _Emission:
                 arranged, table = _gathered(weight, groups, data.slots, out)
             conv = Convolution(
                 shape[0], data.slots.blocks, *data.size, out.blocks, block, data.slots.used, window,
-                groups if table is None else 1, 0 if table is None else table.shape[1], 0, pre, fused,
+                groups if table is None else 1, 0 if table is None else table.shape[1], 0, pre, fused, data.dtype,
             )  # fmt: skip
         variable = self._call(conv, inputs, weight=arranged, table=table, others=[*before, *others])
         return _Blocked(variable, out, shape)
@@ -629,20 +857,21 @@ class _Emission:
         outputs, length = weight.shape
         slots = Slots.in_order(outputs, block)
         rows = math.prod(node.shape[:-1])
-        scale, shift, steps, operands = _fold_affine(group, outputs)
+        scale, shift, steps, operands = fold_affine(group.steps, group.operands, outputs)
         if shift is not None:
-            steps = [Step("add", (VALUE, ("input", len(operands)))), *_shifted(steps)]
+            steps = [Step("add", (VALUE, ("input", len(operands)))), *shifted(steps)]
             operands = [*operands, shift]
-        inputs, shapes = [], []
+        inputs, shapes, dtypes = [], [], []
         for operand in operands:
+            dtypes.append("float32" if isinstance(operand, np.ndarray) else _dtype(operand))
             if isinstance(operand, GenericConst | np.ndarray):
-                vector = slots.vector(_channel_vector(operand, outputs).astype("float32"))
+                vector = slots.vector(channel_vector(operand, outputs).astype("float32"))
                 inputs.append(relax.const(vector))
                 shapes.append(tuple(vector.shape))
             else:
                 inputs.append(self._reshaped(self._plain(operand), _shape(operand), (rows, outputs)))
                 shapes.append((rows, outputs))
-        dense = Dense(rows, length, outputs, block, Fused(Program(tuple(steps)), tuple(shapes)))
+        dense = Dense(rows, length, outputs, block, Fused(Program(tuple(steps)), tuple(shapes), tuple(dtypes)))
         data = self._reshaped(self._plain(node.arguments[0]), _shape(node.arguments[0]), (rows, length))
         arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
         result = self._call(dense, [data], weight=arranged, others=inputs)
@@ -677,7 +906,7 @@ class _Emission:
         _, data, _ = self._prologue(node)
         phases = _pair(node.attributes.strides)
         window, start = _window_of_transposed(node)
-        scale, shift, steps, operands = _fold_affine(group, shape[1])
+        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
         weight = _array(node.arguments[1]).astype("float64").transpose(1, 0, 2, 3)
         weight = _by_phases(weight * scale.reshape(-1, 1, 1, 1), phases).astype("float32")
         out = Slots.in_order(shape[1], block)
@@ -692,7 +921,7 @@ class _Emission:
         weight = weight.reshape(-1, *weight.shape[2:])
 
         def repeated(operand: Any) -> Array:
-            vector = _channel_vector(operand, shape[1])
+            vector = channel_vector(operand, shape[1])
             return np.tile(vector, count) if apart else np.repeat(vector, count)
 
         virtual = (shape[0], count * shape[1], *window.extent(*data.size))
@@ -708,7 +937,7 @@ class _Emission:
         if count > 1:
             move = Copy(
                 "spread", shape[0], shape[1], *virtual[2:], block, (slots.blocks,), out.blocks, False, phases, apart,
-                start, (shape[2], shape[3]),
+                start, (shape[2], shape[3]), conv.dtype,
             )  # fmt: skip
             variable = self._call(move, [variable])
         return _Blocked(variable, out, shape)
@@ -730,24 +959,25 @@ class _Emission:
     ) -> tuple[Fused, list[Any]]:  # fmt: skip
         """The group's program over a value with these slots, and its operands in that layout."""
         if steps is None or operands is None:
-            steps, operands = _merge_affine(group, shape[1])
+            steps, operands = merge_affine(group.steps, group.operands, shape[1])
         if shift is not None:
-            steps = [Step("add", (VALUE, ("input", len(operands)))), *_shifted(steps)]
+            steps = [Step("add", (VALUE, ("input", len(operands)))), *shifted(steps)]
             operands = [*operands, shift]
         if NONE in slots.channels and not Program(tuple(steps)).keeps_padding_finite:
             steps = [*steps, Step("masked", (("step", len(steps) - 1), ("input", len(operands))))]
             operands = [*operands, np.ones(shape[1])]
-        inputs, shapes = [], []
+        inputs, shapes, dtypes = [], [], []
         for operand in operands:
+            dtypes.append("float32" if isinstance(operand, np.ndarray) else _dtype(operand))
             if isinstance(operand, GenericConst | np.ndarray):
-                vector = slots.vector(_channel_vector(operand, shape[1]).astype("float32"))
+                vector = slots.vector(channel_vector(operand, shape[1]).astype("float32"))
                 inputs.append(relax.const(vector))
                 shapes.append(tuple(vector.shape))
             else:
                 value = self._blocked(operand, slots)
                 inputs.append(value.variable)
                 shapes.append(value.shape5)
-        return Fused(Program(tuple(steps)), tuple(shapes)), inputs
+        return Fused(Program(tuple(steps)), tuple(shapes), tuple(dtypes)), inputs
 
     def _wanted_slots(self, operands: Sequence[Any], shape: tuple[int, ...]) -> Slots | None:
         """The slots of a blocked tensor that the result is combined with: written alike, neither need be moved."""
@@ -835,9 +1065,14 @@ def _shape(expression: Any) -> tuple[int, ...]:
         raise NotBlockable("a shape is not known before the model runs") from None
 
 
-def _is_float(expression: Any) -> bool:
+def _dtype(expression: Any) -> str:
+    """Of a tensor; "" for anything else."""
     kind = expression.ty
-    return isinstance(kind, relax.TensorType) and str(kind.dtype) == "float32"
+    return str(kind.dtype) if isinstance(kind, relax.TensorType) else ""
+
+
+def _is_float(expression: Any) -> bool:
+    return _dtype(expression) == "float32"
 
 
 def _array(constant: GenericConst) -> Array:
@@ -867,11 +1102,6 @@ def _broadcasts(expression: Any, shape: tuple[int, ...]) -> bool:
     if other == shape:
         return True
     return len(other) == len(shape) == 4 and other[:2] == shape[:2] and other[2:] == (1, 1)
-
-
-def _channel_vector(constant: Any, channels: int) -> Array:
-    array = constant if isinstance(constant, np.ndarray) else _array(constant)
-    return np.broadcast_to(array.reshape(-1), (channels,))
 
 
 def _hw(shape: Sequence[int]) -> tuple[int, int]:
@@ -913,13 +1143,18 @@ def _four(values: Any) -> tuple[int, int, int, int]:
 # Which operators begin a kernel
 
 
+def _is_nchw(node: _Node) -> bool:
+    a = node.attributes
+    return (str(a.data_layout), str(a.kernel_layout), str(a.out_layout)) == ("NCHW", "OIHW", "NCHW")
+
+
 def _takes_convolution(graph: BlockedGraph, node: _Node) -> bool:
     a = node.attributes
     return (
         isinstance(node.arguments[1], GenericConst)
         and _is_float(node.arguments[0])
         and _array(node.arguments[1]).dtype == np.float32
-        and (str(a.data_layout), str(a.kernel_layout), str(a.out_layout)) == ("NCHW", "OIHW", "NCHW")
+        and _is_nchw(node)
         and not (int(a.groups) > 1 and _is_depthwise(node) and node.shape[1] != int(a.groups))
     )
 
@@ -970,7 +1205,11 @@ def _by_phases(weight: Array, phases: tuple[int, int]) -> Array:
 
 
 def _takes_pool(graph: BlockedGraph, node: _Node) -> bool:
-    if not graph._is_blocked(node.arguments[0]) or str(node.attributes.layout) != "NCHW":
+    return graph._is_blocked(node.arguments[0]) and _fits_pool(node)
+
+
+def _fits_pool(node: _Node) -> bool:
+    if str(node.attributes.layout) != "NCHW":
         return False
     average = node.operator == "nn.avg_pool2d"
     window = _pool_window(node)
@@ -981,7 +1220,11 @@ def _takes_pool(graph: BlockedGraph, node: _Node) -> bool:
 
 
 def _takes_mean(graph: BlockedGraph, node: _Node) -> bool:
-    if not graph._is_blocked(node.arguments[0]) or node.attributes.axis is None:
+    return graph._is_blocked(node.arguments[0]) and _averages_pixels(node)
+
+
+def _averages_pixels(node: _Node) -> bool:
+    if node.attributes.axis is None:
         return False
     rank = len(_shape(node.arguments[0]))
     return rank == 4 and sorted(int(axis) % rank for axis in node.attributes.axis) == [2, 3]
@@ -1050,104 +1293,6 @@ def _drops_pixels(data: Any, node: _Node) -> bool:
     return len(before) == 4 and before[2:] == (1, 1) and node.shape == before[:2]
 
 
-# Constants folded into each other
-
-
-def _leading_affine(steps: Sequence[Step], operands: Sequence[Any], channels: int) -> tuple[int, Array, Array]:
-    """How many steps from the first are x × constant + constant, one after the other, and what they come to."""
-    scale, shift = np.ones(channels), np.zeros(channels)
-    reads: dict[Ref, int] = {}
-    for step in steps:
-        for reference in step.arguments:
-            reads[reference] = reads.get(reference, 0) + 1
-    previous: Ref = VALUE
-    count = 0
-    for step in steps:
-        if step.operator not in ("add", "subtract", "multiply", "divide") or reads.get(previous, 0) != 1:
-            break
-        first, second = step.arguments
-        if previous not in (first, second):
-            break
-        other = second if first == previous else first
-        if other[0] == "number":
-            constant = np.full(channels, float(other[1]))
-        elif other[0] == "input" and isinstance(operands[int(other[1])], GenericConst | np.ndarray):
-            constant = _channel_vector(operands[int(other[1])], channels).astype("float64")
-        else:
-            break
-        if not np.isfinite(constant).all():
-            break
-        if step.operator == "add":
-            shift = shift + constant
-        elif step.operator == "multiply":
-            scale, shift = scale * constant, shift * constant
-        elif step.operator == "subtract":
-            scale, shift = (scale, shift - constant) if first == previous else (-scale, constant - shift)
-        elif first == previous and np.all(constant != 0):
-            scale, shift = scale / constant, shift / constant
-        else:
-            break
-        previous = ("step", count)
-        count += 1
-    return count, scale, shift
-
-
-def _fold_affine(group: _Group, channels: int) -> tuple[Array, Array | None, list[Step], list[Any]]:
-    """What the first steps multiply by, for the weights to take in; what they add; and the steps that are left."""
-    count, scale, shift = _leading_affine(group.steps, group.operands, channels)
-    steps, operands = _without(group.steps, group.operands, count)
-    return scale, (shift if np.any(shift) else None), steps, operands
-
-
-def _merge_affine(group: _Group, channels: int) -> tuple[list[Step], list[Any]]:
-    """The first steps as one multiplication and one addition, where they are more than that."""
-    count, scale, shift = _leading_affine(group.steps, group.operands, channels)
-    if count < 2:
-        return list(group.steps), list(group.operands)
-    steps, operands = _without(group.steps, group.operands, count)
-    merged: list[Step] = []
-    if np.any(scale != 1):
-        merged.append(Step("multiply", (VALUE, ("input", len(operands)))))
-        operands.append(scale)
-    if np.any(shift):
-        value: Ref = ("step", 0) if merged else VALUE
-        merged.append(Step("add", (value, ("input", len(operands)))))
-        operands.append(shift)
-    return [*merged, *_shifted(steps, len(merged))] if merged else steps, operands
-
-
-def _without(steps: Sequence[Step], operands: Sequence[Any], count: int) -> tuple[list[Step], list[Any]]:
-    """The steps after the first `count`, whose last result is now the value, and only the operands they read."""
-    kept: list[Any] = []
-    numbers: dict[int, int] = {}
-    renamed = []
-    for step in steps[count:]:
-        references: list[Ref] = []
-        for kind, which in step.arguments:
-            if kind == "input":
-                if int(which) not in numbers:
-                    numbers[int(which)] = len(kept)
-                    kept.append(operands[int(which)])
-                references.append(("input", numbers[int(which)]))
-            elif kind == "step":
-                references.append(("step", int(which) - count) if int(which) >= count else VALUE)
-            else:
-                references.append((kind, which))
-        renamed.append(Step(step.operator, tuple(references)))
-    return renamed, kept
-
-
-def _shifted(steps: Sequence[Step], by: int = 1) -> list[Step]:
-    """The same steps behind `by` new ones, on the result of the last of those."""
-
-    def move(reference: Ref) -> Ref:
-        if reference == VALUE:
-            return ("step", by - 1)
-        return ("step", int(reference[1]) + by) if reference[0] == "step" else reference
-
-    return [Step(step.operator, tuple(map(move, step.arguments))) for step in steps]
-
-
 def _gathered(weight: Array, groups: int, data: Slots, out: Slots) -> tuple[Array, Array]:
     """Weights [out slots, reads, kh, kw] and the table [out blocks, reads] of the slots that each block reads.
 
@@ -1178,8 +1323,14 @@ def _stem(computation: Computation) -> str:
     if isinstance(computation, Convolution):
         height, width = computation.window.kernel
         return f"conv{height}x{width}"
+    if isinstance(computation, IntegerConvolution):
+        height, width = computation.window.kernel
+        return f"int8_conv{height}x{width}"
+    if isinstance(computation, Pointwise):
+        operators = {step.operator for step in computation.epilogue.program.steps}
+        return operators.pop() if len(operators) == 1 and operators < {"quantize", "dequantize"} else "pointwise"
     if isinstance(computation, Dense | BatchMatmul):
         return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):
         return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
-    return computation.kind if isinstance(computation, Copy) else "pointwise"
+    return computation.kind

@@ -11,9 +11,8 @@ through the prologue), `sum` (the reduction), `result` (the epilogue, written to
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,46 +21,10 @@ import tvm
 from numpy.typing import NDArray
 from tvm import te, tirx
 
-from workers.graph import winograd
+from workers.graph import integer, winograd
+from workers.graph.integer import IntegerConvolution
 from workers.graph.memory import CONCAT_ATTR
-from workers.graph.pointwise import Program
-from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
-
-Shape5 = tuple[int, int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """A program and the shapes of its other inputs; an axis of length 1 is broadcast."""
-
-    program: Program = field(default_factory=Program)
-    inputs: tuple[tuple[int, ...], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.program.steps)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """How a window moves over height and width."""
-
-    kernel: tuple[int, int] = (1, 1)
-    strides: tuple[int, int] = (1, 1)
-    dilation: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)  #: top, left, bottom, right
-
-    def extent(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the result."""
-        top, left, bottom, right = self.padding
-        reach_h, reach_w = ((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
-        return (
-            (height + top + bottom - reach_h) // self.strides[0] + 1,
-            (width + left + right - reach_w) // self.strides[1] + 1,
-        )
-
-    @property
-    def is_point(self) -> bool:
-        return self.kernel == (1, 1) and self.padding == (0, 0, 0, 0)
+from workers.graph.parts import Fused, Shape5, Window, at, function_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +49,12 @@ class Convolution:
     plain_channels: int = 0
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
+    data_dtype: str = "float32"  #: before the prologue
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
 
     @property
     def unit(self) -> int:
@@ -135,6 +104,8 @@ def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -
     if isinstance(computation, Pooling):
         blocks, block = computation.blocks, computation.block
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
+    if isinstance(computation, IntegerConvolution):
+        return integer.pack_weights(computation, weight)
     assert isinstance(computation, Convolution | Dense)
     out_blocks, in_units, kh, kw, unit, block = computation.weight_shape
     if variant.startswith("winograd"):
@@ -153,6 +124,8 @@ def variants(computation: Computation, *, rounding: bool) -> dict[str, tvm.tirx.
     """Every function that computes this, by name. All have the same data, other inputs and result."""
     if isinstance(computation, Convolution):
         return convolution_variants(computation, rounding=rounding)
+    if isinstance(computation, IntegerConvolution):
+        return {"integer": integer.convolution(computation)}
     if isinstance(computation, Dense):
         return {"dense": dense(computation)}
     if isinstance(computation, BatchMatmul):
@@ -209,14 +182,14 @@ def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
         return te.sum(term, axis=[ic, kh, kw, ii])
 
     total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
-    finish = _epilogue(conv.epilogue, post)
+    finish = conv.epilogue.behind(post)
     result = te.compute((n_, o_, oh_, ow_, v_), lambda *index: finish(total[index], index), name="result")
     geometry = {
         "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "kh": kh_, "kw": kw_, "ii": conv.unit,
         "stride": sw, "staged": int(bool(staged)),
         "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
     }  # fmt: skip
-    return _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
+    return function_of([data, weight, *tables, *pre, *post, result], "conv", geometry)
 
 
 def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
@@ -244,7 +217,7 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
         return te.sum(read(n, block, p, lane) * weight[o, ic, 0, 0, ii, v], axis=[ic, ii])
 
     total = te.compute((n_, o_, pixels, v_), product, name="sum")
-    finish = _epilogue(conv.epilogue, post)
+    finish = conv.epilogue.behind(post)
     result = te.compute(
         (n_, o_, pixels, v_),
         lambda n, o, p, v: finish(total[n, o, p, v], (n, o, p // ow_, p % ow_, v)),
@@ -255,7 +228,7 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
         "stride": sw, "staged": int(staged),
         "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
     }  # fmt: skip
-    function = _function([data, weight, *tables, *pre, *post, result], "conv", geometry)
+    function = function_of([data, weight, *tables, *pre, *post, result], "conv", geometry)
     # The graph's tensors have height and width: the flat pixel axis is a matter of this computation alone.
     schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
     schedule.transform_layout(
@@ -346,7 +319,7 @@ def winograd_function(conv: Convolution, outputs: int) -> tvm.tirx.PrimFunc:
         lambda o, p, i, j, v: winograd.combine(back, j, lambda k: rows_back[o, p, i, k, v]),
         name="result_tiles",
     )
-    finish = _epilogue(conv.epilogue, post)
+    finish = conv.epilogue.behind(post)
 
     def pixel(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
         place = (n * rows + h // outputs) * columns + w // outputs
@@ -357,15 +330,15 @@ def winograd_function(conv: Convolution, outputs: int) -> tvm.tirx.PrimFunc:
         "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "ii": conv.unit, "outputs": outputs,
         "tile": tile, "rows": rows, "columns": columns, "others": len(conv.epilogue.inputs),
     }  # fmt: skip
-    return _function([data, weight, *pre, *post, result], "winograd", geometry)
+    return function_of([data, weight, *pre, *post, result], "winograd", geometry)
 
 
 def _parameters(conv: Convolution, weight_shape: Sequence[int]) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
-    data = te.placeholder(conv.data_shape, name="data")
+    data = te.placeholder(conv.data_shape, conv.data_dtype, name="data")
     weight = te.placeholder(tuple(weight_shape), name="weight")
     tables = [te.placeholder((conv.out_blocks, conv.table), "int32", name="table")] if conv.table else []
-    pre = [te.placeholder(shape, name=f"pre{k}") for k, shape in enumerate(conv.prologue.inputs)]
-    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(conv.epilogue.inputs)]
+    pre = conv.prologue.placeholders("pre")
+    post = conv.epilogue.placeholders("post")
     return data, weight, tables, pre, post
 
 
@@ -396,26 +369,12 @@ def _slots(conv: Convolution, tables: Sequence[Any]) -> Callable[[Any, Any, Any]
     return lambda o, ic, ii: ((ic * conv.unit + ii) // block, (ic * conv.unit + ii) % block)
 
 
-def at(tensor: Any, index: Sequence[Any]) -> Any:
-    """The element of a tensor that is broadcast over its axes of length 1."""
-    return tensor[tuple(0 if int(size) == 1 else i for size, i in zip(tensor.shape, index, strict=True))]
-
-
-def _epilogue(fused: Fused, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any]:
-    return lambda value, index: fused.program.evaluate(value, [at(tensor, index) for tensor in inputs])
-
-
-def _function(tensors: Sequence[Any], template: str, geometry: Mapping[str, int]) -> tvm.tirx.PrimFunc:
-    function = te.create_prim_func(list(tensors))
-    text = json.dumps(dict(geometry), sort_keys=True)
-    return function.with_attr({TEMPLATE_ATTR: template, GEOMETRY_ATTR: text, "tirx.noalias": True})
-
-
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """A window that is reduced within each slot: depthwise convolution, maximum, average.
 
-    `kind` is "depthwise", "max" or "average"; `count_padding` says whether an average counts what is padded.
+    `kind` is "depthwise", "max" or "average"; `count_padding` says whether an average counts what is padded. Of uint8,
+    without a prologue, the maximum is uint8 and sums are int32; padding that counts is `zero` there.
     """
 
     kind: str
@@ -428,6 +387,18 @@ class Pooling:
     count_padding: bool = False
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
+    data_dtype: str = "float32"  #: before the prologue
+    zero: int = 0
+
+    @property
+    def read_dtype(self) -> str:
+        """What the window is reduced over."""
+        return self.prologue.program.dtype(self.data_dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype(self.read_dtype if self.kind == "max" else "float32")
 
     @property
     def data_shape(self) -> Shape5:
@@ -461,6 +432,11 @@ class Dense:
     epilogue: Fused = field(default_factory=Fused)
 
     @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
+
+    @property
     def unit(self) -> int:
         """Places of a row that are summed by the innermost loop."""
         return next(unit for unit in (16, 8, 4, 2, 1) if self.length % unit == 0)
@@ -488,7 +464,7 @@ def dense(computation: Dense) -> tvm.tirx.PrimFunc:
     units, outputs = computation.length // unit, computation.outputs
     data = te.placeholder((rows, computation.length), name="data")
     weight = te.placeholder(computation.weight_shape, name="weight")
-    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(computation.epilogue.inputs)]
+    post = computation.epilogue.placeholders("post")
     # Rows of a power of two fall into the same sets of a cache: packed, a tile's numbers lie side by side.
     stage = te.compute((1, units, rows, unit), lambda n, c, p, i: data[p, c * unit + i], name="stage")
     ic, ii = te.reduce_axis((0, units), "ic"), te.reduce_axis((0, unit), "ii")
@@ -512,14 +488,14 @@ def dense(computation: Dense) -> tvm.tirx.PrimFunc:
     }  # fmt: skip
     if whole:
         result = te.compute((1, blocks, rows, block), lambda n, o, p, v: finish(o, p, v), name="result")
-        function = _function([data, weight, *post, result], "conv", geometry)
+        function = function_of([data, weight, *post, result], "conv", geometry)
         schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
         schedule.transform_layout(schedule.get_sblock("result"), ("write", 0), lambda n, o, p, v: (p, o * block + v))
         return schedule.mod["main"]
     # The last block is not whole: it is computed, and what of it there is, is copied.
     blocked = te.compute((1, blocks, rows, block), lambda n, o, p, v: finish(o, p, v), name="result")
     cut = te.compute((rows, outputs), lambda p, j: blocked[0, j // block, p, j % block], name="cut")
-    return _function([data, weight, *post, cut], "conv", geometry)
+    return function_of([data, weight, *post, cut], "conv", geometry)
 
 
 #: What padding is worth to each kind of window.
@@ -531,10 +507,11 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
     (top, left, _, _), (sh, sw) = pool.window.padding, pool.window.strides
     (dh, dw), (kh_, kw_) = pool.window.dilation, pool.window.kernel
     n_, c_, oh_, ow_, v_ = pool.result_shape
-    data = te.placeholder(pool.data_shape, name="data")
+    integers = pool.read_dtype == "uint8"
+    data = te.placeholder(pool.data_shape, pool.data_dtype, name="data")
     weights = [te.placeholder(pool.weight_shape, name="weight")] if pool.kind == "depthwise" else []
-    pre = [te.placeholder(shape, name=f"pre{k}") for k, shape in enumerate(pool.prologue.inputs)]
-    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(pool.epilogue.inputs)]
+    pre = pool.prologue.placeholders("pre")
+    post = pool.epilogue.placeholders("post")
 
     def load(*index: Any) -> Any:
         return pool.prologue.program.evaluate(data[index], [at(tensor, index) for tensor in pre])
@@ -548,6 +525,8 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
             tests = _inside(h, reach_h, top, pool.height) + _inside(w, reach_w, left, pool.width)
             value = load(n, c, h - top, w - left, v)
             filler = tirx.const(_PADDING_VALUE[pool.kind], "float32")
+            if integers:
+                filler = tirx.const(pool.zero if pool.count_padding else 0, "uint8")
             return te.if_then_else(te.all(*tests), value, filler) if tests else value
 
         stage = te.compute((n_, c_, reach_h, reach_w, v_), pad, name="stage")
@@ -558,27 +537,31 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
         value = read(n, c, h * sh + kh * dh, w * sw + kw * dw, v)
         if pool.kind == "max":
             return te.max(value, axis=[kh, kw])
+        if integers:
+            value = value.astype("int32")
         return te.sum(value * weights[0][c, kh, kw, v] if weights else value, axis=[kh, kw])
 
     total = te.compute((n_, c_, oh_, ow_, v_), reduce, name="sum")
-    finish = _epilogue(pool.epilogue, post)
+    finish = pool.epilogue.behind(post)
 
     def scaled(index: Sequence[Any]) -> Any:
+        value = total[tuple(index)]
         if pool.kind != "average":
-            return total[tuple(index)]
+            return value
+        value = value.astype("float32")
         whole = tirx.const(1.0 / (kh_ * kw_), "float32")
         if pool.count_padding or not any(pool.window.padding):
-            return total[tuple(index)] * whole
+            return value * whole
         rows = _covered(index[2], sh, top, kh_, dh, pool.height)
         columns = _covered(index[3], sw, left, kw_, dw, pool.width)
-        return total[tuple(index)] / tirx.Cast("float32", rows * columns)
+        return value / tirx.Cast("float32", rows * columns)
 
     result = te.compute((n_, c_, oh_, ow_, v_), lambda *index: finish(scaled(index), index), name="result")
     geometry = {
         "n": n_, "c": c_, "h": oh_, "w": ow_, "v": v_, "kh": kh_, "kw": kw_, "stride": sw, "staged": int(staged),
         "depthwise": int(pool.kind == "depthwise"), "others": len(pool.epilogue.inputs),
     }  # fmt: skip
-    return _function([data, *weights, *pre, *post, result], "window", geometry)
+    return function_of([data, *weights, *pre, *post, result], "window", geometry)
 
 
 def _inside(place: Any, reach: int, before: int, size: int) -> list[Any]:
@@ -610,6 +593,12 @@ class Pointwise:
     block: int
     upsample: tuple[int, int] = (1, 1)
     epilogue: Fused = field(default_factory=Fused)
+    data_dtype: str = "float32"
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype(self.data_dtype)
 
     @property
     def data_shape(self) -> Shape5:
@@ -627,16 +616,16 @@ class Pointwise:
 
 def pointwise(point: Pointwise) -> tvm.tirx.PrimFunc:
     """The function of a `Pointwise`."""
-    data = te.placeholder(point.data_shape, name="data")
-    post = [te.placeholder(shape, name=f"post{k}") for k, shape in enumerate(point.epilogue.inputs)]
+    data = te.placeholder(point.data_shape, point.data_dtype, name="data")
+    post = point.epilogue.placeholders("post")
     rows, columns = point.upsample
-    finish = _epilogue(point.epilogue, post)
+    finish = point.epilogue.behind(post)
     result = te.compute(
         point.result_shape,
         lambda n, c, h, w, v: finish(data[n, c, h // rows, w // columns, v], (n, c, h, w, v)),
         name="result",
     )
-    return _function([data, *post, result], "copy", _copy_geometry(point.result_shape))
+    return function_of([data, *post, result], "copy", _copy_geometry(point.result_shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -663,6 +652,7 @@ class Copy:
     apart: bool = False
     start: tuple[int, int] = (0, 0)
     size: tuple[int, int] | None = None  #: height and width of the result of "spread"; None for all that there is
+    dtype: str = "float32"
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -692,9 +682,9 @@ class Copy:
 
 def copy(move: Copy) -> tvm.tirx.PrimFunc:
     """The function of a `Copy`; the table, where there is one, comes after the data."""
-    sources = [te.placeholder(shape, name=f"data{k}") for k, shape in enumerate(move.data_shapes)]
+    sources = [te.placeholder(shape, move.dtype, name=f"data{k}") for k, shape in enumerate(move.data_shapes)]
     tables = [te.placeholder(move.table_shape, "int32", name="table")] if move.table_shape else []
-    block, zero = move.block, tirx.const(0, "float32")
+    block, zero = move.block, tirx.const(0, move.dtype)
     source = sources[0]
 
     def element(*index: Any) -> Any:
@@ -736,7 +726,7 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         return tirx.Select(slot < limit, source[n, tirx.min(slot, limit - 1), h, w], zero)
 
     result = te.compute(move.result_shape, element, name="result")
-    function = _function([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
+    function = function_of([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
     return function.with_attr(CONCAT_ATTR, 1) if move.kind == "concat" else function
 
 
@@ -796,6 +786,11 @@ class BatchMatmul:
     epilogue: Fused = field(default_factory=Fused)  #: without other inputs
 
     @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         return self.result.shape(self.batch, self.rows, self.columns)
 
@@ -841,8 +836,8 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
         cut = te.compute(
             product.result_shape, lambda *index: result[product.result.place(rows, columns, index, block)], name="cut"
         )
-        return _function([left, right, cut], "conv", geometry)
-    function = _function([left, right, result], "conv", geometry)
+        return function_of([left, right, cut], "conv", geometry)
+    function = function_of([left, right, result], "conv", geometry)
     schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
     schedule.transform_layout(
         schedule.get_sblock("result"),
@@ -852,4 +847,4 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
     return schedule.mod["main"]
 
 
-Computation = Convolution | Dense | BatchMatmul | Pooling | Pointwise | Copy
+Computation = Convolution | IntegerConvolution | Dense | BatchMatmul | Pooling | Pointwise | Copy

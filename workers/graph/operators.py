@@ -16,6 +16,7 @@ from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
+from workers.graph.integer import FOUR, IntegerConvolution
 from workers.graph.work import Work, work_of
 from workers.packaging.library import apply_schedules
 from workers.search.candidates import Choice, Operator, Variant
@@ -143,8 +144,12 @@ def _kernel_name(function: tvm.tirx.PrimFunc) -> str | None:
 
 
 def _fewest_flops(computation: Computation, functions: Mapping[str, Any]) -> float:
-    """Operations of the variant that needs the fewest, its transforms left out: no schedule can do with less."""
+    """Operations of the variant that needs the fewest, its transforms left out: no schedule can do with less time than
+    so many of float32 take."""
     flops = computation.flops
+    if isinstance(computation, IntegerConvolution):
+        # In operations of float32, of which a vector holds a fourth.
+        flops /= FOUR
     if isinstance(computation, Convolution):
         height, width = computation.result_shape[2:4]
         taps = computation.window.kernel[0]

@@ -14,8 +14,9 @@ from tvm import relax
 from tvm.relax import dpl
 
 from workers.graph.memory import PlaceIntermediates
+from workers.graph.quantized import FoldConstants
 
-PIPELINE: Final = "cpu-blocked-3"
+PIPELINE: Final = "cpu-blocked-4"
 
 
 def pass_context(opt_level: int = 3) -> Any:
@@ -34,7 +35,7 @@ def simplify() -> tvm.transform.Pass:
             relax.transform.DecomposeOpsForInference(),
             relax.transform.CanonicalizeBindings(),
             relax.transform.EliminateCommonSubexpr(),
-            relax.transform.FoldConstant(),
+            FoldConstants(),
             relax.transform.DeadCodeElimination(),
         ],
         name="simplify",

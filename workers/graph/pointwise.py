@@ -25,7 +25,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Elementwise steps on one value and other inputs; the last step is the result, no step is the value itself."""
+    """Elementwise steps on one value and other inputs; the last step is the result, no step is the value itself.
+
+    They are computed in float32. What they read may be uint8, where a step "dequantize" reads it; what comes of a last
+    step "quantize" is uint8.
+    """
 
     steps: tuple[Step, ...] = ()
 
@@ -45,7 +49,19 @@ class Program:
 
         for step in self.steps:
             results.append(OPERATORS[step.operator](*map(read, step.arguments)))
-        return results[-1] if results else value
+        result = results[-1] if results else value
+        # Through int32: there is an instruction for it, and the number fits.
+        return result.astype("int32").astype("uint8") if self._quantizes else result
+
+    @property
+    def _quantizes(self) -> bool:
+        return bool(self.steps) and self.steps[-1].operator == "quantize"
+
+    def dtype(self, of_value: str) -> str:
+        """Of the result, for a value of this type."""
+        if self._quantizes:
+            return "uint8"
+        return "float32" if self.steps else of_value
 
     @property
     def is_cheap(self) -> bool:
@@ -93,6 +109,16 @@ def _leaky(x: tirx.PrimExpr, alpha: tirx.PrimExpr) -> tirx.PrimExpr:
     return tirx.Select(x > _number(0), x, x * alpha)
 
 
+def _quantize(x: tirx.PrimExpr, scale: Any, zero: Any, low: Any, high: Any) -> tirx.PrimExpr:
+    """The integer, still as float32: rounded to the nearest, halves to even, within bounds."""
+    scaled = x if scale.value == 1.0 else x / scale
+    return tirx.min(tirx.max(tirx.nearbyint(scaled) + zero, low), high)
+
+
+def _dequantize(x: tirx.PrimExpr, scale: Any, zero: Any) -> tirx.PrimExpr:
+    return (x.astype("float32") - zero) * scale
+
+
 #: Elementwise operators that are fused, for float32: Relax's name → the expression.
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "add": lambda a, b: a + b,
@@ -113,6 +139,9 @@ OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "clip": _clip,
     "leakyrelu": _leaky,
     "silu": lambda a: a * _sigmoid(a),
+    # Of numbers: scale and zero point, and the bounds of the integer.
+    "quantize": _quantize,
+    "dequantize": _dequantize,
     # Ours: 0 in lanes where the second operand is 0, whatever the first is there.
     "masked": lambda a, holds: tirx.Select(holds > _number(0), a, _number(0)),
 }

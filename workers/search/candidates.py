@@ -85,7 +85,7 @@ class Built:
     library: str  #: path
     arguments: tuple[tuple[str, tuple[int, ...]], ...]  #: dtype and shape of each argument, packed weights included
     features: Features | None  #: of a sketch; None when the extractor found none
-    weights: tuple[int, ...] = ()  #: which of the arguments are weights: float32 constants that only this kernel reads
+    weights: tuple[int, ...] = ()  #: which of the arguments are weights: constants that only this kernel reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,12 @@ from workers.search.candidates import Built, Candidate, Features, Measurement, c
 from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
+from workers.search.templates.integer import register_intrinsics
 from workers.search.templates.knobs import Config, Cpu, Template
 
 _pool = np.empty(0, dtype=np.float32)
+#: Types of weights whose copies are read in turns.
+_WEIGHTS: Final = ("float32", "int8")
 #: Numbers in a cache line: TVM takes no tensor that begins within one.
 _LINE: Final = 16
 #: Copies of a kernel's weights at most: small ones stay in a cache within a model as well.
@@ -55,6 +58,7 @@ def to_tvm_workload(workload: Workload) -> ms.database.Workload:
 
 def schedule_of(workload: Workload, trace: str, *, seed: int = 1) -> tvm.s_tir.Schedule:
     """The workload's module with the trace applied, its postprocessing included."""
+    register_intrinsics(trace)
     schedule = tvm.s_tir.Schedule(to_tvm_workload(workload).mod, seed=seed, error_render_level="fast")
     tvm.s_tir.schedule.Trace.apply_json_to_schedule(json.loads(trace), schedule)
     return schedule
@@ -151,7 +155,7 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
         library=str(link(executable.mod, Path(folder) / name)),
         arguments=arguments,
         features=features,
-        weights=tuple(index for index in constants_of(schedule.mod["main"]) if arguments[index][0] == "float32"),
+        weights=tuple(index for index in constants_of(schedule.mod["main"]) if arguments[index][0] in _WEIGHTS),
     )
 
 
@@ -264,7 +268,12 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
         for index, tensor in enumerate(built.arguments)
         if index not in built.weights
     }
-    sizes = {index: math.prod(built.arguments[index][1]) for index in built.weights}
+    # In numbers of the pool, which are as long as four bytes.
+    sizes = {
+        index: -(-math.prod(shape) // (1 if dtype == "float32" else 4))
+        for index, (dtype, shape) in enumerate(built.arguments)
+        if index in built.weights
+    }
     # Every copy begins in a cache line of its own.
     strides = {index: -(-size // _LINE) * _LINE for index, size in sizes.items()}
     one_copy = sum(strides.values())
@@ -277,7 +286,8 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
     for _ in range(copies):
         weights = {}
         for index in built.weights:
-            numbers = _pool[place : place + sizes[index]].reshape(built.arguments[index][1])
+            dtype, shape = built.arguments[index]
+            numbers = _pool[place : place + sizes[index]].view(dtype)[: math.prod(shape)].reshape(shape)
             weights[index] = tvm.runtime.from_dlpack(numbers)
             place += strides[index]
         turns.append([(fixed | weights)[index] for index in range(len(built.arguments))])

@@ -12,7 +12,8 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 from workers.graph import winograd
-from workers.graph.computations import Convolution, Dense, Pooling, Window, pack_weights, winograd_tiles
+from workers.graph.computations import Convolution, Dense, Pooling, pack_weights, winograd_tiles
+from workers.graph.parts import Window
 
 SIZES = [(2, 3), (4, 3), (6, 3), (2, 5), (4, 5), (1, 1), (3, 2), (2, 2)]
 NUMBERS = st.fractions(min_value=-5, max_value=5, max_denominator=8)

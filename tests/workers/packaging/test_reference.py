@@ -21,7 +21,15 @@ from tests.workers.frontend.test_onnx_model import branching, celu, folded_deter
 from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port
 from tuning_db.keys import TensorSpec
 from workers.packaging import baselines
-from workers.packaging.reference import TOLERANCE, Comparison, compare, example_inputs, run, time_in_turns
+from workers.packaging.reference import (
+    TOLERANCE,
+    Comparison,
+    compare,
+    example_inputs,
+    forgive_rounding,
+    run,
+    time_in_turns,
+)
 
 QUICK: dict[str, Any] = {"threads": 1, "rounds": 1, "min_sample_s": 1e-4}
 
@@ -307,6 +315,46 @@ def test_tolerance_follows_the_magnitude(dtype: str) -> None:
     large, small = np.array([100.0, 1.0], dtype=dtype), np.array([0.001, 0.0], dtype=dtype)
     assert compare_one(large, large)["tolerance"] == pytest.approx(100 * TOLERANCE[dtype])
     assert compare_one(small, small)["tolerance"] == TOLERANCE[dtype]
+
+
+def judged(got: NDArray[Any], fp32: NDArray[Any] | None, wanted: NDArray[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """What becomes of the entry of one output of one sample, and what is told of the output."""
+    entries = compare([wanted], [got], ["y"])
+    told = forgive_rounding([entries], [[wanted]], [[got]], None if fp32 is None else [[fp32]])
+    return entries[0], told
+
+
+def test_rounding_of_a_quantized_library() -> None:
+    """A quantized library may be off by whole quanta as long as it is as near to fp32 as ONNX Runtime's run is, or,
+    where there is no fp32, near enough to that; an output of another kind, NaN or too much noise stays a problem."""
+    fp32 = normal(1000) * 8
+    wanted = np.round(fp32 * 16) / 16
+    got = wanted.copy()
+    got[::50] += 1 / 16  # a quantum, in two of a hundred elements
+    entry, [told] = judged(got, fp32, wanted)
+    assert entry["ok"]
+    assert "problem" not in entry
+    assert entry["max_abs_diff"] > entry["tolerance"]
+    assert told["sqnr_db"] < told["reference_sqnr_db"] < told["sqnr_db"] + 1
+    assert judged(got, None, wanted)[0]["ok"]
+    got[::5] += 1 / 16
+    entry, _ = judged(got, fp32, wanted)
+    assert not entry["ok"]
+    assert re.search(r"differs by .*; its noise is \d+\.\d dB above what quantization allows", entry["problem"])
+    assert not judged(wanted + 1, None, wanted)[0]["ok"]
+    assert judged((wanted > 0).astype(np.uint8), None, wanted)[0]["problem"].startswith("reference is float32")
+    spoilt = got.copy()
+    spoilt[3] = np.nan
+    assert not judged(spoilt, fp32, wanted)[0]["ok"]
+    bytes_, indices = np.arange(100, dtype=np.uint8), np.arange(100)
+    assert judged(bytes_ + np.uint8(1), None, bytes_)[0]["ok"]
+    assert not judged(indices + 1, None, indices)[0]["ok"]
+
+
+def test_exact_reference_stays_exact() -> None:
+    """Where quantization costs nothing, nothing is forgiven."""
+    wanted = np.arange(8, dtype=np.float32)
+    assert not judged(wanted + np.float32(0.5), wanted, wanted)[0]["ok"]
 
 
 def test_number_of_outputs() -> None:

@@ -33,6 +33,7 @@ class Cpu:
     l1_bytes: int
     l2_bytes: int
     threads: int
+    dot: bool = False  #: whether it has `vpdpbusd`, four products of uint8 by int8 in one, on whole registers
 
 
 class Template(ABC):

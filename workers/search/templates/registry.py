@@ -8,6 +8,7 @@ from typing import Final
 from workers.search.templates.conv import ConvTemplate
 from workers.search.templates.copy import CopyTemplate
 from workers.search.templates.generic import GenericTemplate
+from workers.search.templates.integer import IntegerTemplate
 from workers.search.templates.knobs import Template
 from workers.search.templates.rowwise import RowwiseTemplate
 from workers.search.templates.window import WindowTemplate
@@ -19,6 +20,7 @@ TEMPLATES: Final[Mapping[str, Template]] = {
         ConvTemplate(),
         CopyTemplate(),
         GenericTemplate(),
+        IntegerTemplate(),
         RowwiseTemplate(),
         WindowTemplate(),
         WinogradTemplate(),

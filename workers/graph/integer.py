@@ -1,0 +1,171 @@
+"""Convolution in integers: uint8 data times int8 weights into int32 sums, with what is fused to it as they are written.
+
+Real numbers are scale × (integer − zero point), ONNX's QuantizeLinear; weights have a scale for each channel of output
+and no zero point. With x and w the integers, the real numbers that the epilogue starts from are
+
+    m · (Σ w·x + c),   c = bias − zero_x · Σ w,   m = scale_x · scale_w
+
+where padding is x = zero_x, which is zero in real numbers. `c` and `m` are constants of each slot of output; a
+quantization that follows at once has its scale in `m` too. Rounding is to the nearest, halves to even, and a ReLU is
+the lower bound of the integers: so computes ONNX Runtime's QLinearConv (Jacob et al., "Quantization and Training of
+Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, with the multiplier in float32).
+
+Data is blocked as in `workers.graph.computations`. Weights come in fours of slots, [out blocks, in units, kh, kw,
+unit / 4, block, 4]: what the dot products of `vpdpbusd` (VNNI) read in one load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import tvm
+from numpy.typing import NDArray
+from tvm import te, tirx
+
+from workers.graph.parts import Fused, Shape5, Window, function_of
+
+#: Neighbouring slots of input that one dot product sums.
+FOUR: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerConvolution:
+    """A convolution of uint8, without groups. Slots that hold no channel have weights of zero.
+
+    `plain_channels` is the number of channels of data that comes as plain NCHW, 0 where it comes blocked. Plain data
+    may be float32, which `prologue` quantizes.
+    """
+
+    batch: int
+    in_blocks: int
+    height: int
+    width: int
+    out_blocks: int
+    block: int  #: slots in a block, a multiple of four
+    data_zero: int
+    window: Window = field(default_factory=Window)
+    plain_channels: int = 0
+    prologue: Fused = field(default_factory=Fused)
+    epilogue: Fused = field(default_factory=Fused)
+
+    def __post_init__(self) -> None:
+        if self.block % FOUR or (self.prologue and not self.plain_channels):
+            raise ValueError(f"blocks of {self.block}, a prologue of {len(self.prologue.program.steps)} steps")
+
+    @property
+    def unit(self) -> int:
+        """Slots of input in a unit of weights: a block, or all plain channels in whole fours."""
+        return -(-self.plain_channels // FOUR) * FOUR or self.block
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        if self.plain_channels:
+            return (self.batch, self.plain_channels, self.height, self.width)
+        return (self.batch, self.in_blocks, self.height, self.width, self.block)
+
+    @property
+    def data_dtype(self) -> str:
+        return "float32" if self.prologue else "uint8"
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_blocks, self.in_blocks, *self.window.kernel, self.unit // FOUR, self.block, FOUR)
+
+    @property
+    def result_shape(self) -> Shape5:
+        return (self.batch, self.out_blocks, *self.window.extent(self.height, self.width), self.block)
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of integers in one call, those on empty slots included."""
+        n, o, h, w, v = self.result_shape
+        return 2.0 * n * o * h * w * v * self.in_blocks * self.unit * self.window.kernel[0] * self.window.kernel[1]
+
+
+def pack_weights(conv: IntegerConvolution, weight: NDArray[Any]) -> NDArray[Any]:
+    """int8 weights [out slots, in slots or plain channels, kh, kw] as the function of `convolution` takes them."""
+    o, c, kh, kw, fours, block, four = conv.weight_shape
+    weight = np.pad(weight, ((0, 0), (0, c * fours * four - weight.shape[1]), (0, 0), (0, 0)))
+    parts = weight.reshape(o, block, c, fours, four, kh, kw)
+    return np.ascontiguousarray(parts.transpose(0, 2, 5, 6, 3, 1, 4))
+
+
+def offsets(zero: int, weight: NDArray[np.int8], bias: NDArray[np.int64]) -> NDArray[np.int32]:
+    """What is added to the sum of each row of `weight`, [rows, …]; `bias` [rows] is in units of scale_x · scale_w.
+
+    OverflowError if 32 bits may be too few for a row's sum.
+    """
+    wide = weight.astype(np.int64).reshape(weight.shape[0], -1)
+    added: NDArray[np.int64] = bias - zero * wide.sum(1)
+    # The furthest that a sum gets on the way, in whatever order it is taken, and with the constant.
+    up, down = (255 * np.maximum(sign * wide, 0).sum(1) for sign in (1, -1))
+    if max(np.abs(added).max(), up.max(), down.max(), (added + up).max(), (down - added).max()) >= 2**31:
+        raise OverflowError("the sums of a channel may need more than 32 bits")
+    return added.astype(np.int32)
+
+
+def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
+    """A function of data, weights, what is added to the sums and what these are multiplied by (both [out blocks,
+    block]), other inputs of the epilogue, and the result.
+
+    Blocks: `quantized` (of plain float32), `stage` (data padded, or its few channels side by side), `sum`, `result`.
+    """
+    (top, left, _, _), (sh, sw), (dh, dw) = conv.window.padding, conv.window.strides, conv.window.dilation
+    kh_, kw_ = conv.window.kernel
+    n_, o_, oh_, ow_, v_ = conv.result_shape
+    channels = conv.plain_channels
+    data = te.placeholder(conv.data_shape, conv.data_dtype, name="data")
+    weight = te.placeholder(conv.weight_shape, "int8", name="weight")
+    added = te.placeholder((o_, v_), "int32", name="added")
+    factor = te.placeholder((o_, v_), "float32", name="factor")
+    post = conv.epilogue.placeholders("post")
+    read = data
+    if conv.prologue:
+        program = conv.prologue.program
+        read = te.compute(data.shape, lambda *index: program.evaluate(data[index], []), name="quantized")
+    staged = any(conv.window.padding) or bool(channels)
+    if staged:
+        source = read
+        reach_h, reach_w = (oh_ - 1) * sh + (kh_ - 1) * dh + 1, (ow_ - 1) * sw + (kw_ - 1) * dw + 1
+
+        def pad(n: Any, c: Any, h: Any, w: Any, i: Any) -> Any:
+            inside = te.all(h >= top, h < top + conv.height, w >= left, w < left + conv.width)
+            if channels:
+                # Behind the last channel it stands again: there are weights of zero.
+                value = source[n, tirx.min(i, channels - 1), h - top, w - left]
+            else:
+                value = source[n, c, h - top, w - left, i]
+            return te.if_then_else(inside, value, tirx.const(conv.data_zero, "uint8"))
+
+        read = te.compute((n_, conv.in_blocks, reach_h, reach_w, conv.unit), pad, name="stage")
+    extents = (conv.in_blocks, kh_, kw_, conv.unit // FOUR, FOUR)
+    ic, kh, kw, fours, four = (
+        te.reduce_axis((0, extent), name)
+        for extent, name in zip(extents, ("ic", "kh", "kw", "fours", "four"), strict=True)
+    )
+
+    def product(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        x = read[n, ic, h * sh + kh * dh, w * sw + kw * dw, fours * FOUR + four].astype("int32")
+        return te.sum(x * weight[o, ic, kh, kw, fours, v, four].astype("int32"), axis=[ic, kh, kw, fours, four])
+
+    total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
+    finish = conv.epilogue.behind(post)
+
+    def real(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        value = (total[n, o, h, w, v] + added[o, v]).astype("float32") * factor[o, v]
+        return finish(value, (n, o, h, w, v))
+
+    result = te.compute((n_, o_, oh_, ow_, v_), real, name="result")
+    geometry = {
+        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_blocks, "kh": kh_, "kw": kw_, "ii": conv.unit,
+        "stride": sw, "staged": int(staged), "quantized": int(bool(conv.prologue)), "plain": int(bool(channels)),
+        "others": len(post), "bytes": int(conv.dtype == "uint8"),
+    }  # fmt: skip
+    return function_of([data, weight, added, factor, *post, result], "integer", geometry)

@@ -1,0 +1,101 @@
+"""`python -m workers.quantize SPEC.json PARENT`: quantize a model by samples, both untrusted, in a process of its own.
+
+SPEC.json holds ``{"model": path, "inputs": [{"name", "dtype", "shape"}], "calibration": path or null, "recipe":
+{"method": "minmax" | "entropy" | "percentile" | null, "per_channel", "exclude", "percentile"}, "target": path}``. With
+the method null quantization is dynamic. Writes the quantized model to `target`, whose folder takes scratch files too,
+and prints JSON objects, one a line: ``{"progress": sentence}`` now and then, and at last ``{"ok": true, "report": …}``,
+the report null without samples, or ``{"ok": false, "error": {"kind", "message"}}``. Anything else on stdout or another
+exit status means that the input broke a library. `workers.quantize.request` starts it and reads what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from tuning_db.errors import InvalidRequest, TuningFailed, kind_of
+from tuning_db.keys import Json
+from workers.processes import bound_memory, die_with_parent
+from workers.quantize.quantizer import name_nodes, quantize
+from workers.quantize.request import Request
+from workers.quantize.samples import Samples
+
+#: Seconds between two sentences about one step.
+_SAID_EVERY_S: Final = 5.0
+
+
+class _Steps:
+    """Says which step has begun, and while it lasts how far it has come."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._step = ""
+        self._samples = 0
+        self._said_s = 0.0
+
+    def begin(self, step: str, samples: int) -> None:
+        self._step, self._samples = step, samples
+        self._say(step)
+        self._said_s = time.monotonic()
+
+    def on_sample(self, number: int) -> None:
+        if time.monotonic() - self._said_s >= _SAID_EVERY_S:
+            self._say(f"{self._step}: sample {number} of {self._samples}")
+            self._said_s = time.monotonic()
+
+
+def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
+    """The report, or None without samples. Raises InvalidRequest or ImportFailed."""
+    from workers.frontend import onnx_import, onnx_model
+    from workers.quantize import report
+
+    target = Path(request.target)
+    steps = _Steps(say)
+    with contextlib.ExitStack() as stack:
+        samples, count = None, 0
+        if request.calibration is not None:
+            # First: what is wrong with the samples' shapes is told before anything is computed.
+            samples = stack.enter_context(Samples(Path(request.calibration), request.inputs, steps.on_sample))
+            count = len(samples)
+        model = onnx_model.load(Path(request.model))
+        onnx_model.check_operators(model)
+        onnx_model.bind(model, request.inputs)
+        model = onnx_import.sum_to_add(onnx_import.fold(onnx_import.inline_functions(model), target.parent))
+        onnx_model.check_operators(model, folded=True)
+        name_nodes(model)
+        by = f", calibrated by {request.recipe.method} on {count} samples" if request.recipe.method else ", dynamic"
+        steps.begin(f"int8{by}", count)
+        quantized = quantize(model, request.recipe, samples, target)
+        if samples is None:
+            return None
+        steps.begin(f"comparing with fp32 on {count} samples", count)
+        return report.compare(model, quantized, samples, target.parent)
+
+
+def main(arguments: Sequence[str]) -> int:
+    die_with_parent(int(arguments[1]))
+    bound_memory()
+    # Libraries print what they like; the answer alone goes to stdout.
+    with os.fdopen(os.dup(1), "w") as answer, contextlib.redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+
+        def tell(document: dict[str, Json]) -> None:
+            answer.write(json.dumps(document) + "\n")
+            answer.flush()
+
+        try:
+            request = Request.from_json(Path(arguments[0]).read_text())
+            tell({"ok": True, "report": run(request, lambda sentence: tell({"progress": sentence}))})
+        except (InvalidRequest, TuningFailed) as error:
+            tell({"ok": False, "error": {"kind": kind_of(error), "message": str(error)}})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
