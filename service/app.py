@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import problems
 from service.dispatch import Dispatcher
-from service.inspector import Inspector
+from service.inspector import Converter, Inspector
 from service.routes import artifacts, calibrations, devices, health, jobs, models
 from service.services import Services
 from service.settings import InvalidSetting, Settings, read_settings
@@ -56,9 +56,10 @@ def create_app(settings: Settings) -> FastAPI:
                 settings.inspector, timeout_s=settings.inspector_timeout_s, at_once=settings.inspectors_at_once
             )
             stack.push_async_callback(inspector.close)
+            converter = Converter(settings.converter, timeout_s=settings.converter_timeout_s)
             blobs = BlobStore(blob_dir(settings.data_dir))
             blobs.sweep_temp(_ABANDONED_S)
-            services = Services(settings, store, blobs, dispatcher, inspector)
+            services = Services(settings, store, blobs, dispatcher, inspector, converter)
             app.state.services = services
             sweep = asyncio.create_task(sweep_for_ever(services))
             stack.push_async_callback(_end, sweep)

@@ -153,7 +153,7 @@ def up(
 
 @app.command()
 def submit(
-    model: Annotated[str, typer.Argument(help="An ONNX file, a zip or tar of one, or a model's digest.")],
+    model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
     trials: Annotated[
@@ -240,7 +240,7 @@ def fetch(
 
 @app.command()
 def key(
-    model: Annotated[str, typer.Argument(help="An ONNX file, a zip or tar of one, or a model's digest.")],
+    model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
     winograd: WinogradOption = True,

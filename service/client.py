@@ -158,6 +158,8 @@ class Tunery:
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = 60.0, attempts: int = 4) -> None:
         self.url = url.rstrip("/")
         self._attempts = attempts
+        # A model is answered when it has been read, and made into ONNX where it is of another format.
+        self._upload_timeout = httpx.Timeout(timeout_s, connect=5.0, read=6 * timeout_s)
         try:
             self._http = httpx.Client(
                 base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=5.0), headers={"user-agent": "tunery"}
@@ -198,9 +200,9 @@ class Tunery:
         def send() -> httpx.Response:
             if tar is not None:
                 announced = {**headers, "content-length": str(tar.size_bytes)}
-                return self._http.post(address, content=tar.chunks(), headers=announced)
+                return self._http.post(address, content=tar.chunks(), headers=announced, timeout=self._upload_timeout)
             with file.open("rb") as stream:
-                return self._http.post(address, content=stream, headers=headers)
+                return self._http.post(address, content=stream, headers=headers, timeout=self._upload_timeout)
 
         try:
             tar = pack(file)

@@ -1,4 +1,4 @@
-"""Reads uploads in a process that may die: the API itself never parses a model or samples."""
+"""Reads uploads, and converts models of other formats, in processes that may die: the API itself parses nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from tuning_db.errors import (
     ShapeMismatch,
     StorageFull,
     TuneryError,
+    UnsupportedFormat,
     UnsupportedOperator,
     UnsupportedOption,
 )
@@ -32,6 +33,9 @@ log = structlog.get_logger()
 _MAX_OUTPUT_BYTES: Final = 4 * 2**20
 _REMEMBERED: Final = 1024
 
+#: What a converter may know of the API's environment: nothing that opens a door.
+_HARMLESS: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "OPENBLAS_CORETYPE")
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
@@ -41,6 +45,13 @@ class Inspection:
     format: str
     inputs: tuple[PortSpec, ...]
     outputs: tuple[PortSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A model file that has to be made into ONNX first."""
+
+    format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,12 @@ class Inspector:
         self._running: dict[tuple[str, ...], asyncio.Task[dict[str, Any]]] = {}
         self._known: OrderedDict[tuple[str, ...], dict[str, Any]] = OrderedDict()
 
-    async def inspect(self, path: Path, sha256: str) -> Inspection:
-        """What the file is. InvalidModel if it cannot be read, or kills the process that reads it."""
+    async def inspect(self, path: Path, sha256: str) -> Inspection | Foreign:
+        """What the file is. InvalidModel if it cannot be read, or kills the process that reads it; UnsupportedFormat
+        if it is of a format that nothing takes."""
         report = await self._ask(path, sha256, _MODEL)
+        if isinstance(report.get("convert"), str):
+            return Foreign(report["convert"])
         try:
             found = Inspection(
                 report["digest"],
@@ -129,41 +143,91 @@ class Inspector:
         return report
 
     async def _run(self, path: Path, kind: _Kind, arguments: Sequence[str]) -> dict[str, Any]:
-        what = kind.what
-        command = [*self._command, str(path), *arguments]
         async with self._slots:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    assert process.stdout is not None
-                    output = await _read_all(process.stdout)
-                    if output is None:
-                        return _refusal(f"the {what}'s description is longer than {_MAX_OUTPUT_BYTES} bytes")
-                    code = await process.wait()
-            except TimeoutError:
-                return _refusal(
-                    f"the {what} could not be read within {self._timeout_s:g} s; simplify it, or split it in parts"
-                )
-            finally:
-                # The whole group, whatever became of its leader: nothing that an upload started outlives the question.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        if code < 0:
-            return _refusal(f"the {what} crashed the parser (signal {-code}, {_signal_name(-code)}); check the file")
-        try:
-            report = json.loads(output)
-        except ValueError:
-            report = None
-        if not isinstance(report, dict):
-            log.warning("inspector_gave_no_answer", command=command, code=code, output=output[:200])
-            return _refusal(f"the {what}'s parser ended with code {code} and no answer; check the file")
-        return report
+            return await _report_of([*self._command, str(path), *arguments], kind.what, "parser", self._timeout_s)
+
+
+class Converter:
+    """Runs `command FORMAT PATH TARGET`, which writes ONNX to TARGET and answers one JSON object, one at a time.
+
+    The process works in a folder of its own and is told nothing of the API's settings. Which model came of a file is
+    remembered: converting takes seconds, and a pipeline that asks for a library sends the file each time.
+    """
+
+    def __init__(self, command: Sequence[str], *, timeout_s: float) -> None:
+        self._command = tuple(command)
+        self._timeout_s = timeout_s
+        self._slot = asyncio.Semaphore(1)
+        self._models: OrderedDict[str, str] = OrderedDict()
+
+    def remember(self, sha256: str, digest: str) -> None:
+        """The file of that SHA-256 was made into the model of that digest."""
+        self._models[sha256] = digest
+        if len(self._models) > _REMEMBERED:
+            self._models.popitem(last=False)
+
+    def remembered(self, sha256: str) -> str | None:
+        """The digest of the model that the file was made into."""
+        return self._models.get(sha256)
+
+    async def convert(self, path: Path, format: str, target: Path) -> None:
+        """Errors as `Inspector.inspect`, UnsupportedFormat if the libraries for the format are not installed."""
+        folder = target.parent
+        own = {"HOME": str(folder), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {name: os.environ[name] for name in _HARMLESS if name in os.environ} | own
+        async with self._slot:
+            report = await _report_of(
+                [*self._command, format, str(path), str(target)],
+                _MODEL.what, "converter", self._timeout_s, folder=folder, environment=environment,
+            )  # fmt: skip
+        if report.get("ok") is not True:
+            raise _error_of(report.get("error"), _MODEL)
+        if not target.is_file():
+            raise InvalidModel("the model's converter wrote nothing; see the service's log")
+
+
+async def _report_of(
+    command: Sequence[str],
+    what: str,
+    who: str,
+    timeout_s: float,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What the command answers; a refusal if it dies, says something else or takes too long."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        cwd=folder,
+        env=environment,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            assert process.stdout is not None
+            output = await _read_all(process.stdout)
+            if output is None:
+                return _refusal(f"the {what}'s description is longer than {_MAX_OUTPUT_BYTES} bytes")
+            code = await process.wait()
+    except TimeoutError:
+        return _refusal(f"the {what} could not be read within {timeout_s:g} s; simplify it, or split it in parts")
+    finally:
+        # The whole group, whatever became of its leader: nothing that an upload started outlives the question.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if code < 0:
+        return _refusal(f"the {what} crashed the {who} (signal {-code}, {_signal_name(-code)}); check the file")
+    try:
+        report = json.loads(output)
+    except ValueError:
+        report = None
+    if not isinstance(report, dict):
+        log.warning("inspector_gave_no_answer", command=command, code=code, output=output[:200])
+        return _refusal(f"the {what}'s {who} ended with code {code} and no answer; check the file")
+    return report
 
 
 async def _read_all(stream: asyncio.StreamReader) -> bytes | None:
@@ -200,6 +264,8 @@ def _error_of(error: Any, kind: _Kind) -> TuneryError:
                 opset=opset if isinstance(opset, int) else 0,
                 field=str(error.get("field") or "model"),
             )
+        case {"type": "UnsupportedFormat", "message": str(message), "format": str(format)}:
+            return UnsupportedFormat(message, format=format)
         case {"type": "ShapeMismatch", "message": str(message)}:
             return ShapeMismatch(message, field=str(error.get("field") or "inputs"))
         case {"type": "StorageFull", "message": str(message)}:

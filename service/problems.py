@@ -39,6 +39,7 @@ KINDS: Final[Mapping[type[errors.TuneryError], ProblemKind]] = {
     errors.InvalidRequest: ProblemKind(422, "invalid-request", "A field of the request is wrong"),
     errors.InvalidModel: ProblemKind(422, "invalid-model", "The model cannot be read"),
     errors.InvalidCalibration: ProblemKind(422, "invalid-calibration", "The calibration data cannot be read"),
+    errors.UnsupportedFormat: ProblemKind(415, "unsupported-format", "The model is of a format that is not taken"),
     errors.UnsupportedOperator: ProblemKind(422, "unsupported-operator", "The model holds an unsupported operator"),
     errors.ShapeMismatch: ProblemKind(422, "shape-mismatch", "An input's shape does not fit the model"),
     errors.UnknownDevice: ProblemKind(422, "unknown-device", "No such device"),
@@ -100,7 +101,7 @@ def kind_of(error: errors.TuneryError) -> ProblemKind:
 def problem_of(error: errors.TuneryError) -> Problem:
     """`error` as an answer, with the members that its class carries."""
     members: dict[str, Any] = {}
-    for name in ("field", "operator", "node", "opset", "limit_bytes"):
+    for name in ("field", "format", "operator", "node", "opset", "limit_bytes"):
         if (value := getattr(error, name, None)) is not None:
             members[name] = shorten(value) if isinstance(value, str) else value
     if isinstance(error, errors.UnknownDevice):

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.dispatch import Dispatcher
-from service.inspector import Inspector
+from service.inspector import Converter, Inspector
 from service.settings import Settings
 from tuning_db.blobs import BlobStore
 from tuning_db.store import TuningStore
@@ -23,6 +23,7 @@ class Services:
     blobs: BlobStore
     dispatcher: Dispatcher
     inspector: Inspector
+    converter: Converter
 
 
 def services_of(request: Request) -> Services:

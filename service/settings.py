@@ -29,6 +29,9 @@ class Settings(BaseSettings):
     inspector: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.inspect")
     inspector_timeout_s: Seconds = 120.0  #: on a busy machine too; its time on the processor is bounded by itself
     inspectors_at_once: Annotated[int, Field(gt=0)] = 2
+    #: What makes ONNX of other formats. Another interpreter may be named, with packages that the API does without.
+    converter: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.convert")
+    converter_timeout_s: Seconds = 300.0
 
     sweep_interval_s: Seconds = 5.0
     heartbeat_timeout_s: Seconds = 30.0

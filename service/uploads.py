@@ -40,6 +40,21 @@ class Upload:
         """Where the file lies until then, and the SHA-256 of its bytes."""
         return await run_in_threadpool(self.writer.staged)
 
+    async def replace(self, blobs: BlobStore, source: Path) -> None:
+        """Let the bytes of a file take the place of those that came."""
+
+        def copy() -> BlobWriter:
+            with contextlib.ExitStack() as stack:
+                writer = stack.enter_context(blobs.writer())
+                with source.open("rb") as file:
+                    while chunk := file.read(_WRITE_BYTES):
+                        writer.write(chunk)
+                stack.pop_all()
+                return writer
+
+        replaced, self.writer = self.writer, await run_in_threadpool(copy)
+        await run_in_threadpool(replaced.close)
+
     async def commit(self) -> int:
         """Keep the bytes under their SHA-256; how many there are."""
         _, size_bytes = await run_in_threadpool(self.writer.commit)
@@ -142,8 +157,8 @@ async def receive(
     # Part headers and boundaries are announced too.
     _refuse_announced(request, max_bytes, slack=MAX_FIELD_BYTES if multipart else 0)
     writer = await run_in_threadpool(lambda: blobs.writer(max_bytes=max_bytes))
+    upload = Upload(writer)
     try:
-        upload = Upload(writer)
         if multipart:
             await _read_parts(request, options.get(b"boundary", b""), upload, file_parts, text_parts, max_bytes)
         else:
@@ -158,7 +173,7 @@ async def receive(
             raise invalid(f"the {file_parts[0]} is empty: not one byte came")
         yield upload
     finally:
-        await run_in_threadpool(writer.close)
+        await run_in_threadpool(upload.writer.close)
 
 
 async def _read_parts(

@@ -27,11 +27,11 @@ class PortSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """An uploaded model. `digest` names graph and weights; `blob` names the bytes as they came."""
+    """An uploaded model. `digest` names graph and weights; `blob` names the ONNX file that holds them."""
 
     digest: str
-    blob: str  #: sha256 of the uploaded file
-    format: str  #: "onnx"
+    blob: str  #: sha256 of the uploaded file, or of what it was converted to
+    format: str  #: what was uploaded: "onnx", or what was made into it, such as "pt2"
     size_bytes: int
     inputs: tuple[PortSpec, ...]
     outputs: tuple[PortSpec, ...]

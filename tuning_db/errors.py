@@ -4,6 +4,7 @@
     ├── InvalidRequest            a field of the request is wrong; carries the field's name
     │   ├── InvalidModel          the uploaded bytes are not a model that can be read
     │   ├── InvalidCalibration    the uploaded bytes are not calibration data that can be read
+    │   ├── UnsupportedFormat     they are a model of a format that this service does not take
     │   ├── UnsupportedOperator   the model holds an operator that cannot be compiled
     │   ├── ShapeMismatch         an input shape is missing, or contradicts the model
     │   ├── UnknownDevice         nobody has reported such a device
@@ -68,6 +69,14 @@ class InvalidCalibration(InvalidRequest):
 
     def __init__(self, message: str, *, field: str = "calibration") -> None:
         super().__init__(message, field=field)
+
+
+class UnsupportedFormat(InvalidRequest):
+    """The uploaded bytes are a model of a known `format` that is not taken, or whose converter is not installed."""
+
+    def __init__(self, message: str, *, format: str, field: str = "model") -> None:
+        super().__init__(message, field=field)
+        self.format = format
 
 
 class UnsupportedOperator(InvalidRequest):

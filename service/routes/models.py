@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from service.inspector import Foreign, Inspection
 from service.resolve import known_model
 from service.schemas import ModelOut
 from service.services import Services, ServicesDep
 from service.uploads import Shelf, Upload, file_body, keep, receive
 from tuning_db.catalog import ModelInfo
+from tuning_db.errors import BlobCorrupt, InvalidModel, NotFound
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -35,11 +42,45 @@ def get_model(digest: str, services: ServicesDep) -> ModelOut:
 
 async def keep_model(services: Services, upload: Upload) -> tuple[ModelInfo, bool]:
     """Find out what the bytes are, then `keep` them; a file that cannot be read is not kept."""
-    found = await services.inspector.inspect(*await upload.staged())
+    path, file = await upload.staged()
+    found = await services.inspector.inspect(path, file)
+    if isinstance(found, Foreign):
+        before = await run_in_threadpool(_converted_before, services, file)
+        if before is not None:
+            return before, False
+        found = await _converted(services, upload, found.format)
+        services.converter.remember(file, found.digest)
+    what = found
 
     def row(sha256: str, size_bytes: int) -> ModelInfo:
-        return ModelInfo(found.digest, sha256, found.format, size_bytes, found.inputs, found.outputs)
+        return ModelInfo(what.digest, sha256, what.format, size_bytes, what.inputs, what.outputs)
 
     store = services.store
     shelf = Shelf(store.model, store.add_model, store.replace_model_blob)
-    return await keep(upload, services.blobs, shelf, found.digest, row)
+    return await keep(upload, services.blobs, shelf, what.digest, row)
+
+
+def _converted_before(services: Services, sha256: str) -> ModelInfo | None:
+    """The model that this file of another format was made into, if it is still there."""
+    digest = services.converter.remembered(sha256)
+    if digest is None:
+        return None
+    try:
+        model = services.store.model(digest)
+        services.blobs.path_verified(model.blob)
+    except (NotFound, BlobCorrupt):
+        return None
+    return model
+
+
+async def _converted(services: Services, upload: Upload, format: str) -> Inspection:
+    """Let the ONNX model that a converter makes of it take the upload's place; what that turned out to be."""
+    path, _ = await upload.staged()
+    with tempfile.TemporaryDirectory(prefix="tunery-convert-", ignore_cleanup_errors=True) as folder:
+        target = Path(folder) / "model.onnx"
+        await services.converter.convert(path, format, target)
+        await upload.replace(services.blobs, target)
+    found = await services.inspector.inspect(*await upload.staged())
+    if isinstance(found, Foreign):
+        raise InvalidModel(f"what came of the model's conversion is no ONNX, but {found.format}")
+    return replace(found, format=format)

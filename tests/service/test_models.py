@@ -11,6 +11,7 @@ import socket
 import sys
 import tarfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,91 @@ time.sleep(600)
         while any(alive(pid) for pid in started) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in started if alive(pid)] == []
+
+
+def torch_program() -> bytes:
+    """As much of one as the inspector looks at."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("program/archive_format", "pt2")
+    return content.getvalue()
+
+
+PROGRAM = torch_program()
+
+#: Called with a format, a file and a target.
+CONVERTER = """
+import json, os, sys
+from pathlib import Path
+format, file, target = sys.argv[1:]
+assert format == "pt2" and Path(file).read_bytes()[:2] == b"PK"
+secrets = [name for name in os.environ if name.startswith("TUNERY_") or "SECRET" in name]
+assert not secrets and Path.cwd() == Path(target).parent == Path(os.environ["HOME"]), secrets
+with open({count!r}, "a") as count:
+    count.write("x")
+Path(target).write_bytes(bytes.fromhex({model!r}))
+print(json.dumps({{"ok": True}}))
+"""
+
+
+def test_another_format_is_converted_once(
+    own_service: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a format that has a converter is kept as the ONNX model that comes of it, under that model's digest;
+    sent again, it is not converted again, unless what came of it was lost. The converter is told no secrets."""
+    monkeypatch.setenv("TUNERY_DATABASE_PASSWORD", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    script, count, model = tmp_path / "converter.py", tmp_path / "count", relu_model("C")
+    script.write_text(CONVERTER.format(count=str(count), model=model.hex()))
+    with own_service(converter=(sys.executable, str(script))) as service:
+        first = service.http.post("/v1/models", files={"model": ("model.onnx", PROGRAM)})
+        assert (first.status_code, first.json()["format"]) == (201, "pt2"), first.text
+        assert first.json()["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["C", 4]}]
+        sha256 = hashlib.sha256(model).hexdigest()
+        assert stored(service) == {f"{sha256[:2]}/{sha256}"}
+        again = service.http.post("/v1/models", files={"model": PROGRAM})
+        assert (again.status_code, again.json()) == (200, first.json())
+        assert count.read_text() == "x"
+        assert service.upload(model) == first.json()["digest"]
+        service.blobs.delete(sha256)
+        assert service.http.post("/v1/models", files={"model": PROGRAM}).json() == first.json()
+        assert count.read_text() == "xx"
+        assert service.submit(first.json()["digest"], 3).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "slug", "says"),
+    [
+        ("os.abort()", 422, "invalid-model", "crashed the converter (signal 6, SIGABRT)"),
+        ("time.sleep(60)", 422, "invalid-model", "within 2 s"),
+        ("print(json.dumps({'ok': True}))", 422, "invalid-model", "wrote nothing"),
+        ("open(sys.argv[3], 'wb').write(b'no'); print(json.dumps({'ok': True}))", 422, "invalid-model", "not an ONNX"),
+        (
+            "print(json.dumps({'ok': False, 'error': {'type': 'UnsupportedFormat', 'message': 'a', 'format': 'b'}}))",
+            415, "unsupported-format", "a",
+        ),
+    ],
+)  # fmt: skip
+def test_failed_conversion_leaves_nothing(
+    own_service: Callable[..., Any], tmp_path: Path, text: str, status: int, slug: str, says: str
+) -> None:
+    """Whatever becomes of the converter, the answer says it, and nothing is kept."""
+    changes = {"converter": script(tmp_path, text)["inspector"], "converter_timeout_s": 2.0 if "sleep" in text else 60}
+    with own_service(**changes) as service:
+        answer = service.http.post("/v1/models", files={"model": PROGRAM})
+        assert (answer.status_code, answer.json()["type"]) == (status, f"/problems/{slug}")
+        assert says in answer.json()["detail"]
+        assert stored(service) == set()
+
+
+def test_format_that_nothing_takes_is_415(service: Service) -> None:
+    """A known format without a converter is 415, with its name and what to send instead."""
+    before = stored(service)
+    answer = service.http.post("/v1/models", files={"model": ("model.onnx", b"GGUF\x03\0\0\0")})
+    assert (answer.status_code, answer.json()["type"]) == (415, "/problems/unsupported-format")
+    assert answer.json()["format"] == "gguf"
+    assert "send the model as ONNX" in answer.json()["detail"]
+    assert stored(service) == before
 
 
 def alive(pid: int) -> bool:

@@ -4,7 +4,8 @@ may die.
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
 "inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
 ``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left. With
-``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``.
+``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
+`workers.frontend.convert` makes into ONNX it says no more than ``{"ok": true, "convert": format}``.
 Anything else on stdout, another exit status or none in time means that the file broke the parser.
 """
 
@@ -16,12 +17,19 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tuning_db.catalog import ModelInfo
-from tuning_db.errors import InvalidRequest, StorageFull, UnsupportedOperator
+from tuning_db.errors import (
+    InvalidCalibration,
+    InvalidModel,
+    InvalidRequest,
+    StorageFull,
+    UnsupportedFormat,
+    UnsupportedOperator,
+)
 from tuning_db.keys import Json, to_json
 
 #: Address space for the parser: the file several times over, and room for the libraries. No model is longer than 2 GiB
@@ -49,8 +57,13 @@ def limit_resources(file_bytes: int) -> None:
 
 
 def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
-    from workers.frontend import onnx_model
+    from workers.frontend import formats, onnx_model
 
+    found = formats.format_of(path)
+    if found is not formats.ONNX:
+        if found.extra is None:
+            raise found.refused()
+        return {"ok": True, "convert": found.name}
     model = onnx_model.load(path, leave_out_from_bytes=_SMALL_BYTES)
     inputs, outputs = onnx_model.inputs_of(model), onnx_model.outputs_of(model)
     digest = onnx_model.model_digest(model)
@@ -76,6 +89,34 @@ def examine(path: Path) -> dict[str, Json]:
     return {"ok": True, "digest": digest, "arrays": to_json(arrays)}
 
 
+def answer(work: Callable[[], dict[str, Json]], too_large: InvalidRequest) -> None:
+    """Print what `work` returns, or its refusal, as JSON; `too_large` if it needs more memory than it may have.
+
+    Libraries print what they like: theirs goes to standard error.
+    """
+    with os.fdopen(os.dup(1), "w") as stdout, contextlib.redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+        result: dict[str, Json]
+        try:
+            result = work()
+        except InvalidRequest as error:
+            result = _refusal(error)
+        except StorageFull as error:
+            result = {"ok": False, "error": {"type": "StorageFull", "message": str(error), "field": None}}
+        except MemoryError:
+            result = _refusal(too_large)
+        json.dump(result, stdout)
+
+
+def _refusal(error: InvalidRequest) -> dict[str, Json]:
+    details: dict[str, Json] = {"type": type(error).__name__, "message": str(error), "field": error.field}
+    if isinstance(error, UnsupportedOperator):
+        details |= {"operator": error.operator, "node": error.node, "opset": error.opset}
+    if isinstance(error, UnsupportedFormat):
+        details["format"] = error.format
+    return {"ok": False, "error": details}
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.frontend.inspect", description=__doc__)
     parser.add_argument("file", type=Path)
@@ -84,25 +125,11 @@ def main(arguments: Sequence[str]) -> int:
     asked.add_argument("--calibration", action="store_true")
     options = parser.parse_args(arguments)
     limit_resources(options.file.stat().st_size)
-    # Libraries print what they like; the answer alone goes to stdout.
-    with os.fdopen(os.dup(1), "w") as answer, contextlib.redirect_stdout(sys.stderr):
-        os.dup2(2, 1)
-        result: dict[str, Json]
-        try:
-            result = examine(options.file) if options.calibration else inspect(options.file, options.bind)
-        except InvalidRequest as error:
-            details: dict[str, Json] = {"type": type(error).__name__, "message": str(error), "field": error.field}
-            if isinstance(error, UnsupportedOperator):
-                details |= {"operator": error.operator, "node": error.node, "opset": error.opset}
-            result = {"ok": False, "error": details}
-        except StorageFull as error:
-            result = {"ok": False, "error": {"type": "StorageFull", "message": str(error), "field": None}}
-        except MemoryError:
-            what = "calibration data" if options.calibration else "model"
-            kind, field = ("InvalidCalibration", "calibration") if options.calibration else ("InvalidModel", "model")
-            message = f"the {what} needs too much memory to parse"
-            result = {"ok": False, "error": {"type": kind, "message": message, "field": field}}
-        json.dump(result, answer)
+    if options.calibration:
+        too_large: InvalidRequest = InvalidCalibration("the calibration data needs too much memory to parse")
+        answer(lambda: examine(options.file), too_large)
+    else:
+        answer(lambda: inspect(options.file, options.bind), InvalidModel("the model needs too much memory to parse"))
     return 0
 
 
