@@ -399,6 +399,8 @@ def _reported(plan: MemoryPlan) -> dict[str, Json]:
     return {
         "kernels": plan.kernels.total(),
         "layout_transforms": plan.layout_transforms,
+        "integer_kernels": plan.integer_kernels,
+        "quantizing_kernels": plan.quantizing_kernels,
         "concatenations_by_placing": plan.concatenations,
         "intermediates_bytes": {"planned": plan.planned_bytes, "unplanned": plan.unplanned_bytes},
     }

@@ -15,7 +15,7 @@ from onnx import FunctionProto, ModelProto, TypeProto, helper
 
 from tuning_db.errors import ImportFailed, UnsupportedOperator
 from tuning_db.keys import TensorSpec
-from workers.frontend import onnx_model
+from workers.frontend import onnx_model, quantized
 from workers.frontend.control_flow import has_loops, unroll
 from workers.frontend.normalise import normalise
 from workers.frontend.operators import SUPPORTED
@@ -42,7 +42,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     onnx_model.bind(time_first(model), inputs)
     bound = ModelProto()
     bound.CopyFrom(model)
-    folded = fold(inline_functions(model), scratch)
+    folded = fold(inline_functions(quantized.standard(model)), scratch)
     while has_loops(folded):
         folded = fold(inline_functions(unroll(folded)), scratch)
     outputs = static_outputs(folded)

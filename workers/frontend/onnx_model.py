@@ -35,7 +35,7 @@ from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
-from workers.frontend.operators import IMPORTED, SUPPORTED, SUPPORTED_OPSETS
+from workers.frontend.operators import CONTRIBUTED, IMPORTED, SUPPORTED, SUPPORTED_OPSETS
 from workers.said import first_line
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
@@ -317,6 +317,8 @@ def _check_nodes(
                 constant.update(node.output)
             continue
         if not folded:
+            if f"{domain}.{node.op_type}" in CONTRIBUTED:
+                continue
             if node.op_type not in _RANDOM and constant.issuperset(_reads(node)):
                 constant.update(node.output)
                 continue

@@ -45,3 +45,12 @@ REWRITTEN: Final = frozenset(
 )
 
 SUPPORTED: Final = IMPORTED | REWRITTEN
+
+#: Operators of ONNX Runtime's own, beside the standard's, that its quantizer writes and our rewrites write as others.
+CONTRIBUTED: Final = frozenset(
+    f"com.microsoft.{name}"
+    for name in (
+        "QGemm", "QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
+        "QLinearMul", "QLinearSigmoid",
+    )
+)  # fmt: skip

@@ -1,7 +1,9 @@
-"""Convolutions and matrix products of quantized tensors, which TVM's importer lacks, computed in integers.
+"""Operators on quantized tensors, which TVM's importer lacks: those of the standard, and ONNX Runtime's own.
 
-Zero points are taken off first, products are summed in int32, and the sum is brought to the scale of the result in
-float32, in the order and with the rounding (half to even) of ONNX Runtime.
+Where the weights are int8 around zero an operator becomes that of real numbers, between dequantization and
+quantization: what `workers.graph` computes in integers. Of other convolutions and products zero points are taken off
+first, products are summed in int32, and the sum is brought to the scale of the result in float32, in the order and
+with the rounding (half to even) of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from workers.frontend.rewriting import Graph, Rewrite
 
@@ -26,6 +29,12 @@ def conv_integer(graph: Graph, node: NodeProto) -> bool:
 
 def qlinear_conv(graph: Graph, node: NodeProto) -> bool:
     """x, w, y with a scale and a zero point each, those of w for each channel or for all, and a bias in int32."""
+    if _is_around_zero(graph, node, 3):
+        x, bias = _real(graph, node, 0), [_real_bias(graph, node, 8, _scale(graph, node, 1) * _scale(graph, node, 4))]
+        w = _real(graph, node, 3, axis=0)
+        real = graph.op("Conv", [x, w, *filter(None, bias)], **graph.attributes(node))
+        graph.op("QuantizeLinear", [real, *node.input[6:8]], node.output[0])
+        return True
     weights = graph.shape(node.input[3])
     if weights is None:
         raise graph.refuse(node, "the shape of its weights depends on the data")
@@ -41,9 +50,90 @@ def qlinear_conv(graph: Graph, node: NodeProto) -> bool:
 
 def qlinear_matmul(graph: Graph, node: NodeProto) -> bool:
     """a, b, y with a scale and a zero point each: for all, for each row of a and y, for each column of b."""
+    b = graph.value(node, 3)
+    if _is_around_zero(graph, node, 3) and b is not None and b.ndim == 2:
+        real = graph.op("MatMul", [_real(graph, node, 0), _real(graph, node, 3, axis=1)])
+        graph.op("QuantizeLinear", [real, *node.input[6:8]], node.output[0])
+        return True
     total = graph.op("MatMulInteger", [node.input[0], node.input[3], node.input[2], node.input[5]])
     a, b, y = _scale(graph, node, 1), _scale(graph, node, 4), _scale(graph, node, 6)
     _requantize(graph, node, total, _rows(a) * (b.reshape(()) if b.size == 1 else b) / _rows(y), 7)
+    return True
+
+
+def _is_around_zero(graph: Graph, node: NodeProto, weights: int) -> bool:
+    """Whether the weights are constant int8 without a zero point, and data and result have one for the whole tensor."""
+    value, zero = graph.value(node, weights), graph.value(node, weights + 2)
+    singles = [graph.value(node, index) for index in (1, 2, 6, 7)]
+    return (
+        value is not None
+        and value.dtype == np.int8
+        and (not graph.input(node, weights + 2) or (zero is not None and not zero.any()))
+        and all(single is not None and single.size == 1 for single in singles)
+        and graph.dtype(node.input[7]) == graph.dtype(node.input[0])
+    )
+
+
+def _real(graph: Graph, node: NodeProto, index: int, axis: int | None = None) -> str:
+    """The real numbers of a tensor, whose scale and zero point are the next two inputs, along an axis if several."""
+    scale, zero = graph.value(node, index + 1), graph.value(node, index + 2)
+    parameters = list(filter(None, (graph.input(node, index + k) for k in (1, 2))))
+    if axis is not None and scale is not None:
+        # Of one form: the standard's operators take zero points of another.
+        scale = scale.reshape(-1) if scale.size > 1 else scale.reshape(())
+        value = graph.numpy_dtype(node.input[index])
+        zeros = np.zeros((), value) if zero is None else zero.astype(value)
+        zeros = np.broadcast_to(zeros.reshape(-1) if scale.ndim else zeros.reshape(-1)[0], scale.shape)
+        parameters = [graph.constant(scale), graph.constant(np.ascontiguousarray(zeros).reshape(scale.shape))]
+    attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
+    return graph.op("DequantizeLinear", [node.input[index], *parameters], **attributes)
+
+
+def _real_bias(graph: Graph, node: NodeProto, index: int, scale: NDArray[np.float32]) -> str:
+    """The real numbers of a bias in int32, which has the scale of what it is added to; "" if there is none."""
+    if not graph.input(node, index):
+        return ""
+    scale = scale.reshape(-1) if scale.size > 1 else scale.reshape(())
+    zeros = graph.constant(np.zeros(scale.shape, np.int32))
+    return graph.op("DequantizeLinear", [node.input[index], graph.constant(scale), zeros], axis=0)
+
+
+def _between(op_type: str, *operands: int, result: int) -> Rewrite:
+    """An operator of ONNX Runtime's as the standard's `op_type`, between dequantization and quantization. `operands`
+    and `result` are the places of integers, before scale and zero point, and of the result's scale."""
+
+    def rewrite(graph: Graph, node: NodeProto) -> bool:
+        attributes = graph.attributes(node)
+        if attributes.pop("channels_last", 0):
+            raise graph.refuse(node, "its channels come last; export the model with channels first")
+        real = graph.op(op_type, [_real(graph, node, index) for index in operands], **attributes)
+        parameters = filter(None, (graph.input(node, result), graph.input(node, result + 1)))
+        graph.op("QuantizeLinear", [real, *parameters], node.output[0])
+        return True
+
+    return rewrite
+
+
+def qlinear_concat(graph: Graph, node: NodeProto) -> bool:
+    """Scale and zero point of the result, then each tensor with its own."""
+    parts = [_real(graph, node, index) for index in range(2, len(node.input), 3)]
+    real = graph.op("Concat", parts, **graph.attributes(node))
+    graph.op("QuantizeLinear", [real, *node.input[:2]], node.output[0])
+    return True
+
+
+def qgemm(graph: Graph, node: NodeProto) -> bool:
+    """a, b, a bias in int32, and scale and zero point of the result, without which that is float32."""
+    attributes = graph.attributes(node)
+    columns = 0 if attributes.get("transB", 0) else 1
+    scale = _scale(graph, node, 1) * _scale(graph, node, 4) * np.float32(attributes.get("alpha", 1.0))
+    bias = _real_bias(graph, node, 6, scale)
+    inputs = [_real(graph, node, 0), _real(graph, node, 3, axis=columns), *([bias] if bias else [])]
+    if not graph.input(node, 7):
+        graph.op("Gemm", inputs, node.output[0], **attributes)
+        return True
+    real = graph.op("Gemm", inputs, **attributes)
+    graph.op("QuantizeLinear", [real, *filter(None, node.input[7:9])], node.output[0])
     return True
 
 
@@ -109,3 +199,23 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "QLinearConv": qlinear_conv,
     "QLinearMatMul": qlinear_matmul,
 }
+
+#: Operators of ONNX Runtime's own.
+CONTRIBUTED: Final[Mapping[str, Rewrite]] = {
+    "com.microsoft.QGemm": qgemm,
+    "com.microsoft.QLinearAdd": _between("Add", 0, 3, result=6),
+    "com.microsoft.QLinearAveragePool": _between("AveragePool", 0, result=3),
+    "com.microsoft.QLinearConcat": qlinear_concat,
+    "com.microsoft.QLinearGlobalAveragePool": _between("GlobalAveragePool", 0, result=3),
+    "com.microsoft.QLinearLeakyRelu": _between("LeakyRelu", 0, result=3),
+    "com.microsoft.QLinearMul": _between("Mul", 0, 3, result=6),
+    "com.microsoft.QLinearSigmoid": _between("Sigmoid", 0, result=3),
+}
+
+
+def standard(model: ModelProto) -> ModelProto:
+    """The model with ONNX Runtime's own operators on quantized tensors written as the standard's."""
+    if not any(f"{node.domain}.{node.op_type}" in CONTRIBUTED for node in model.graph.node):
+        return model
+    # Now what follows from their shapes is known too.
+    return onnx.shape_inference.infer_shapes(Graph(model).rewrite(CONTRIBUTED), data_prop=True)

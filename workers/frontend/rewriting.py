@@ -49,7 +49,8 @@ class Graph:
             if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
                 self._constants[node.output[0]] = node.attribute[0].t
                 self._types[node.output[0]] = (node.attribute[0].t.data_type, tuple(node.attribute[0].t.dims))
-            change = rewrites.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+            standard = node.domain in ("", "ai.onnx")
+            change = rewrites.get(node.op_type if standard else f"{node.domain}.{node.op_type}")
             if not node.output:
                 continue
             if change is None or not change(self, node):

@@ -1328,7 +1328,9 @@ def _stem(computation: Computation) -> str:
         return f"int8_conv{height}x{width}"
     if isinstance(computation, Pointwise):
         operators = {step.operator for step in computation.epilogue.program.steps}
-        return operators.pop() if len(operators) == 1 and operators < {"quantize", "dequantize"} else "pointwise"
+        if operators == {"quantize", "dequantize"}:
+            return "requantize"
+        return operators.pop() if operators in ({"quantize"}, {"dequantize"}) else "pointwise"
     if isinstance(computation, Dense | BatchMatmul):
         return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):

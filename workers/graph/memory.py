@@ -22,6 +22,8 @@ from tvm import relax
 CONCAT_ATTR: Final = "tunery.concat"
 #: Kernels by name: plain ↔ blocked, blocked in another order, and TVM's transposition where nothing is fused to it.
 _LAYOUT_TRANSFORM: Final = re.compile(r"(block|plain|remap)_\d+$|transpose\d*$")
+_INTEGER: Final = re.compile(r"int8_")
+_QUANTIZING: Final = re.compile(r".*quantize")
 #: Vectors are read and written whole: no tensor begins within a cache line.
 _ALIGNMENT: Final = 64
 
@@ -62,7 +64,20 @@ class MemoryPlan:
     @property
     def layout_transforms(self) -> int:
         """Calls that only put numbers into another order."""
-        return sum(calls for name, calls in self.kernels.items() if _LAYOUT_TRANSFORM.match(name))
+        return self._calls(_LAYOUT_TRANSFORM)
+
+    @property
+    def integer_kernels(self) -> int:
+        """Calls that sum products of integers."""
+        return self._calls(_INTEGER)
+
+    @property
+    def quantizing_kernels(self) -> int:
+        """Calls that do nothing but quantize or dequantize, or that TVM fused from such and others."""
+        return self._calls(_QUANTIZING)
+
+    def _calls(self, kind: re.Pattern[str]) -> int:
+        return sum(calls for name, calls in self.kernels.items() if kind.match(name))
 
 
 @tvm.transform.module_pass(opt_level=0, name="PlaceIntermediates")

@@ -150,6 +150,8 @@ class _Rewriting:
         self._builder = relax.BlockBuilder()
         self._values: dict[Any, Any] = {}  #: variable → expression of the new function
         self._lazy: dict[Any, _Lazy] = {}
+        #: Concatenations of tensors on several grids, and these: emitted where they are read.
+        self._joined: dict[Any, tuple[Any, list[_Lazy]]] = {}
         self._shifted: set[Any] = set()  #: variables of int8 whose values are uint8, 128 higher
         self._weights: dict[Any, Any] = {}  #: variable → the dequantization, of a parameter, that it is replaced by
         self.parameters: dict[Any, Any] = {}
@@ -215,12 +217,20 @@ class _Rewriting:
             moved = relax.Call(value.op, [lazy.data, *map(self._read, value.args[1:])], value.attrs, value.ty_args)
             self._defer(variable, lazy, moved)
             return
+        if name in _MOVERS and value.args[0] in self._shifted:
+            data = [self._values[value.args[0]], *map(self._read, value.args[1:])]
+            self._values[variable] = self._builder.emit(relax.Call(value.op, data, value.attrs, value.ty_args))
+            self._shifted.add(variable)
+            return
         if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
             parts = [self._lazy.get(field) for field in value.args[0].fields]
             first = parts[0]
             if first is not None and all(part is not None and part.grid == first.grid for part in parts):
                 data = relax.Tuple([part.data for part in parts if part is not None])
                 self._defer(variable, first, relax.Call(value.op, [data], value.attrs, value.ty_args))
+                return
+            if all(part is not None for part in parts):
+                self._joined[variable] = (value, [part for part in parts if part is not None])
                 return
         self._values[variable] = self._builder.emit(self._read(value))
 
@@ -250,21 +260,35 @@ class _Rewriting:
             return False
         as_bytes = grid if dtype == "uint8" else Grid(grid.scale, grid.zero + _BELOW, "uint8")
         lazy = self._lazy.get(call.args[0])
-        if lazy is not None and lazy.grid == as_bytes:
-            made = lazy.data
+        if call.args[0] in self._joined:
+            # Each part by itself, where it is made.
+            join, parts = self._joined[call.args[0]]
+            data = relax.Tuple([self._to_grid(part, call, as_bytes) for part in parts])
+            made = self._builder.emit(relax.Call(join.op, [data], join.attrs, join.ty_args))
         else:
-            data, zero = self._read(call.args[0]), relax.const(np.array(as_bytes.zero, np.uint8))
-            made = self._builder.emit(
-                relax.op.quantize(data, call.args[1], zero, axis=int(call.attrs.axis), out_dtype="uint8")
-            )
+            made = self._to_grid(lazy or self._read(call.args[0]), call, as_bytes)
         self._values[variable] = made
         if dtype == "int8":
             self._shifted.add(variable)
         return True
 
+    def _to_grid(self, data: Any, call: Any, grid: Grid) -> Any:
+        """Real numbers, or what will be, quantized by `call` to uint8 on a grid."""
+        if isinstance(data, _Lazy):
+            if data.grid == grid:
+                return data.data
+            data = data.emit(self._builder)
+        zero = relax.const(np.array(grid.zero, np.uint8))
+        quantized = relax.op.quantize(data, call.args[1], zero, axis=int(call.attrs.axis), out_dtype="uint8")
+        return self._builder.emit(quantized)
+
     def _read(self, expression: Any) -> Any:
         """The expression over the new function's variables."""
         if isinstance(expression, relax.Var):
+            if expression in self._joined and expression not in self._values:
+                join, parts = self._joined[expression]
+                data = relax.Tuple([part.emit(self._builder) for part in parts])
+                self._values[expression] = self._builder.emit(relax.Call(join.op, [data], join.attrs, join.ty_args))
             if expression in self._lazy:
                 return self._lazy[expression].emit(self._builder)
             value = self._values.get(expression, expression)

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+import tvm
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from tvm import relax
 
 from tests.workers.conftest import Host
-from tests.workers.graph.kernels import check, plain, take
+from tests.workers.graph.kernels import AVX512, check, plain, take
 from tests.workers.graph.nets import Net
-from tests.workers.graph.test_graphs import calls, classifier, resnet
+from tests.workers.graph.shapes import CHANNELS, SEEDS, examples
+from tests.workers.graph.test_graphs import calls, classifier, resnet, squeeze_and_excite
+from tests.workers.graph.test_operators import choose, extracted
 from tests.workers.models import save
+from tuning_db.jobs import Claim
+from tuning_db.store import TuningStore
+from workers.packaging import library
+from workers.search.candidates import Built, Candidate, Measurement
+from workers.search.forkserver import ForkServer
+from workers.search.lanes import LocalBuilder, LocalRunner
+
+Array = NDArray[Any]
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]  # ONNX Runtime publishes no types
@@ -26,26 +44,34 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]  # ONNX Runtime publi
     def __init__(self, model: ModelProto) -> None:
         generator = np.random.default_rng(0)
         shapes = {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in model.graph.input}
-        self._samples: Iterator[dict[str, Any]] = iter(
-            [
-                {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-                for _ in range(4)
-            ]
+        self._samples: Iterator[dict[str, Array]] = iter(
+            [{name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}] * 4
         )
 
-    def get_next(self) -> dict[str, Any] | None:
+    def get_next(self) -> dict[str, Array] | None:
         return next(self._samples, None)
 
 
-def quantized(
-    model: ModelProto, folder: Path, activation: Any = QuantType.QUInt8, *, per_channel: bool = True
-) -> ModelProto:
-    """The model with quantization and dequantization round every operator."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is quantized."""
+
+    activations: QuantType = QuantType.QUInt8
+    form: QuantFormat = QuantFormat.QDQ
+    per_channel: bool = True
+
+
+def quantized(model: ModelProto, folder: Path, recipe: Recipe | None = None) -> ModelProto:
+    """The model with int8 weights, and every operator on quantized tensors that can be."""
+    recipe = recipe or Recipe()
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    model = onnx.shape_inference.infer_shapes(model)
     logging.disable(logging.WARNING)
     try:
         quantize_static(
-            save(model, folder, "float.onnx"), folder / "quantized.onnx", Reader(model), quant_format=QuantFormat.QDQ,
-            per_channel=per_channel, activation_type=activation, weight_type=QuantType.QInt8,
+            save(model, folder, "float.onnx"), folder / "quantized.onnx", Reader(model), quant_format=recipe.form,
+            per_channel=recipe.per_channel, activation_type=recipe.activations, weight_type=QuantType.QInt8,
         )  # fmt: skip
     finally:
         logging.disable(logging.NOTSET)
@@ -69,17 +95,121 @@ def point() -> ModelProto:
     return net.model(net("Relu", net.conv(net.input(1, 24, 6, 6), 24, 20)))
 
 
-def in_blocks(host: Host, folder: Path, model: ModelProto) -> list[str]:
-    """What an inference calls."""
+def dense_block() -> ModelProto:
+    """A concatenation, and an average that counts its padding."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 3, 9, 9), 3, 20, (3, 3), pads=[1] * 4))
+    x = net("Concat", x, net.conv(x, 20, 12, (3, 3), pads=[1] * 4), axis=1)
+    x = net("AveragePool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4, count_include_pad=1)
+    return net.model(net.conv(x, 32, 16))
+
+
+def depthwise() -> ModelProto:
+    """What no kernel computes in integers yet, between two that are."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 3, 9, 9), 3, 20, (3, 3), pads=[1] * 4))
+    x = net("Relu", net.conv(x, 20, 20, (3, 3), groups=20, pads=[1] * 4))
+    return net.model(net.conv(x, 20, 16))
+
+
+def in_all(model: ModelProto, host: Host, folder: Path) -> list[str]:
+    """What an inference calls, kernels without their numbers."""
     module, _ = take(model, host, folder).graph.emit(plain)
-    return calls(module)
+    return [name if name.startswith("relax.") else name.rpartition("_")[0] for name in calls(module)]
 
 
-@pytest.mark.parametrize("make", [point, resnet, classifier])
-def test_networks_are_computed_in_integers(make: Any, host: Host, tmp_path: Path) -> None:
+INTEGERS = ["int8_conv3x3", "max_pool", *["int8_conv3x3"] * 3, "int8_conv1x1", "int8_conv3x3", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "wanted"),
+    [
+        (point, Recipe(), ["relax.quantize", "block", "int8_conv1x1", "plain"]),
+        # Bias, ReLU and the addition of what goes round two layers are in the convolutions, and so is the picture's
+        # quantization.
+        (resnet, Recipe(), INTEGERS),
+        (resnet, Recipe(per_channel=False), INTEGERS),
+        (resnet, Recipe(activations=QuantType.QInt8), INTEGERS),
+        (resnet, Recipe(form=QuantFormat.QOperator), INTEGERS),
+        (resnet, Recipe(QuantType.QInt8, QuantFormat.QOperator), INTEGERS),
+        (
+            classifier,
+            Recipe(),
+            ["int8_conv3x3", "average_pool", "int8_conv1x1", "int8_conv1x1", "plain", "relax.reshape"],
+        ),
+        (
+            dense_block,
+            Recipe(),
+            # One part of the concatenation comes from its convolution as it has to be.
+            ["int8_conv3x3", "int8_conv3x3", "requantize", "concat", "average_pool", "int8_conv1x1", "plain"],
+        ),
+        # In float32, but reading and writing bytes.
+        (depthwise, Recipe(), ["int8_conv3x3", "depthwise", "int8_conv1x1", "plain"]),
+    ],
+)  # fmt: skip
+def test_networks_are_computed_in_integers(
+    make: Callable[[], ModelProto], recipe: Recipe, wanted: list[str], host: Host, folder: Path
+) -> None:
+    """No kernel but these between what comes in and what goes out: no dequantization, quantization or layout."""
+    assert sorted(in_all(quantized(make(), folder, recipe), host, folder)) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [
+        (resnet, Recipe()),
+        (resnet, Recipe(QuantType.QInt8, QuantFormat.QOperator)),
+        (classifier, Recipe()),
+        (dense_block, Recipe()),
+        (depthwise, Recipe()),
+        (squeeze_and_excite, Recipe()),
+    ],
+)
+def test_networks_compute_what_the_reference_does(
+    make: Callable[[], ModelProto], recipe: Recipe, host: Host, folder: Path
+) -> None:
     """Within a quantum of ONNX Runtime's unoptimised graph."""
-    model = quantized(make(), tmp_path)
-    taken = take(model, host, tmp_path)
-    module, _ = taken.graph.emit(plain)
-    print(calls(module))
-    check(taken, host, count=1, quanta=quanta(model))
+    model = quantized(make(), folder, recipe)
+    check(take(model, host, folder), host, count=1, quanta=quanta(model))
+
+
+@examples(12)
+@given(CHANNELS, CHANNELS, st.sampled_from((1, 2)), st.sampled_from((1, 3)), st.booleans(), SEEDS)
+def test_convolutions_of_any_channels(
+    host: Host, folder: Path, channels: int, out: int, stride: int, kernel: int, relu: bool, seed: int
+) -> None:
+    """Channels that fill no block, fewer than four, of plain and of blocked data, under two choices of the template."""
+    net, pads, strides = Net(seed), [kernel // 2] * 4, [stride] * 2
+    x = net.conv(net.input(1, channels, 7, 6), channels, out, (kernel, kernel), strides=strides, pads=pads)
+    model = quantized(net.model(net("Relu", x) if relu else x), folder)
+    taken = take(model, host, folder)
+    assert any(name.startswith("int8_conv") for name in taken.computations())
+    cpu = host.cpu if host.cpu.dot else AVX512
+    check(taken, host, cpu=cpu, count=2, seed=seed, quanta=quanta(model))
+
+
+def test_a_library(host: Host, server: ForkServer, sqlite_store: TuningStore, claim: Claim, tmp_path: Path) -> None:
+    """Candidates are built and measured in processes of their own, with weights out of cache; the library's outputs are
+    within a quantum of the reference."""
+    reference = quantized(resnet(), tmp_path)
+    model, operators = extracted(lambda: reference, host, sqlite_store, claim, tmp_path)
+    generator = random.Random(0)
+    choices = {operator.name: choose(operator, host.cpu, generator) for operator in operators}
+    with LocalBuilder(server, host.target_json, workers=2) as builder:
+        chosen = choices["int8_conv3x3_1"]
+        assert chosen.trace is not None
+        [built] = builder.build([Candidate(chosen.variant.workload, chosen.trace, chosen.config)])
+        assert isinstance(built, Built)
+        assert [built.arguments[index][0] for index in built.weights] == ["int8"]
+        LocalRunner(server, Measurement(repeat=1, min_repeat_s=1e-4)).compare([built])
+    plan = library.compile_library(model.assemble(choices), host.target, tmp_path / "tuned.so")
+    assert (plan.integer_kernels, plan.quantizing_kernels) == (6, 0)
+    machine = relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "tuned.so")), tvm.cpu())
+    x = np.random.default_rng(5).standard_normal((1, 3, 16, 16)).astype("float32")
+    [(name, quantum)] = quanta(reference).items()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(reference.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    [wanted] = session.run([name], {"x0": x})
+    got = machine["main"](tvm.runtime.tensor(x)).numpy()
+    assert np.abs(wanted - got).max() < 1.01 * quantum
