@@ -1,6 +1,6 @@
 """The ONNX operators that can be compiled, as tables, so that refusing a model needs no TVM.
 
-A test compares the first with the importer of the installed TVM. `Attention` is not in it: TVM's converter is of
+A test compares `IMPORTED` with the importer of the installed TVM. `Attention` is not in it: TVM's converter is of
 Microsoft's operator of that name, and the standard's has a body of simpler ones.
 """
 
