@@ -19,15 +19,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from tuning_db.errors import InvalidRequest, TuningFailed, kind_of
+import onnx
+import onnx.version_converter
+from onnx import ModelProto
+
+from tuning_db.errors import ImportFailed, InvalidRequest, TuningFailed, kind_of
 from tuning_db.keys import Json
 from workers.processes import bound_memory, die_with_parent
 from workers.quantize.quantizer import name_nodes, quantize
 from workers.quantize.request import Request
 from workers.quantize.samples import Samples
+from workers.said import last_line
 
+_PER_CHANNEL_OPSET: Final = 13
 #: Seconds between two sentences about one step.
 _SAID_EVERY_S: Final = 5.0
+
+
+def _converted(model: ModelProto) -> ModelProto:
+    """The model in the first operator set whose DequantizeLinear knows channels. Raises ImportFailed."""
+    try:
+        return onnx.version_converter.convert_version(model, _PER_CHANNEL_OPSET)
+    except Exception as error:  # it raises whatever its converters run into
+        raise ImportFailed(
+            f"int8 needs operator set {_PER_CHANNEL_OPSET} or a later one, and the model cannot be converted: "
+            f"{last_line(error)}; export it with a later one"
+        ) from error
 
 
 class _Steps:
@@ -65,6 +82,8 @@ def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
             count = len(samples)
         model = onnx_model.load(Path(request.model))
         onnx_model.check_operators(model)
+        if onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
+            model = _converted(model)
         onnx_model.bind(model, request.inputs)
         model = onnx_import.sum_to_add(onnx_import.fold(onnx_import.inline_functions(model), target.parent))
         onnx_model.check_operators(model, folded=True)

@@ -158,6 +158,16 @@ def test_static(tmp_path: Path, method: str) -> None:
     assert {"stem", "block0_conv0", "add1", "classifier"} <= {layer["node"] for layer in report["layers"]}
 
 
+def test_old_operator_set(tmp_path: Path) -> None:
+    """A model from before DequantizeLinear knew channels is converted: it has a scale for each channel too."""
+    model = residual_net()
+    model.opset_import[0].version = 11
+    report, path = quantize(tmp_path, model, npz(tmp_path, x=images()))
+    assert report["outputs"][0]["sqnr_db"] > 15
+    (scales,) = (tensor for tensor in onnx.load(path).graph.initializer if tensor.name == "stem_w_scale")
+    assert list(scales.dims) == [16]
+
+
 def test_numbers_of_the_report(tmp_path: Path) -> None:
     """SQNR, cosine and agreement of an output are those that numpy computes of the two models' outputs."""
     data = images()
