@@ -14,10 +14,11 @@ def main() -> int:
     os.dup2(2, 1)
     from workers import toolchain
     from workers.devices import local_cpu
+    from workers.devices.identity import UnusableDevice
 
     try:
         identity, target = local_cpu.probe()
-    except local_cpu.UnusableDevice as error:
+    except UnusableDevice as error:
         print(error, file=sys.stderr)
         return 2
     json.dump({"identity": to_json(identity), "target": target, "toolchain": to_json(toolchain.current())}, answer)
