@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuning_db.keys import to_json
-from workers.devices.identity import identity_of
 from workers.devices.local_cpu import read_facts
 from workers.processes import die_with_parent
 
@@ -23,14 +22,13 @@ PROBE: Final = "tunery.board.probe"
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
-    """Who this board is and how it is now: `facts` and `identity` as JSON, `governor` of its clocks, `temperature_c` of
-    its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work. None is what the kernel does not tell.
+    """Who this board is and how it is now: `facts`, which the worker judges (`identity.CpuFacts` as JSON), `governor`
+    of its clocks, `temperature_c` of its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work. None
+    is what the kernel does not tell.
     """
-    facts = read_facts()
     disk = os.statvfs(Path.cwd())
     return {
-        "facts": to_json(facts),
-        "identity": to_json(identity_of(facts)),
+        "facts": to_json(read_facts()),
         "governor": governor(root / "sys/devices/system/cpu"),
         "temperature_c": temperature_c(root / "sys/class/thermal"),
         "free_memory_bytes": _free_memory_bytes(root / "proc/meminfo"),

@@ -18,8 +18,7 @@ import pytest
 from tvm import rpc
 from tvm.rpc.tracker import Tracker
 
-from tuning_db.keys import DeviceIdentity
-from workers.devices import board, board_server
+from workers.devices import board, board_server, boards
 from workers.devices.identity import CpuFacts, identity_of
 from workers.devices.local_cpu import read_facts
 
@@ -73,7 +72,6 @@ def test_join_and_probe(tracker: Tracker, agent: psutil.Process, tmp_path: Path)
     """A board that has joined tells who and how it is in a session; sessions write into the private folder alone."""
     session = open_session(tracker)
     answer = json.loads(session.get_function(board_server.PROBE)())
-    assert DeviceIdentity.from_json(answer["identity"]) == identity_of(read_facts())
     assert identity_of(CpuFacts.from_json(answer["facts"])) == identity_of(read_facts())
     assert 0 < answer["free_memory_bytes"] <= psutil.virtual_memory().total
     assert answer["free_disk_bytes"] > 0
@@ -105,7 +103,7 @@ def test_server_comes_back(tracker: Tracker, agent: psutil.Process) -> None:
     wait_until(lambda: not server.is_running(), "the end of the server whose session crashed")
     wait_until(lambda: free(tracker) == 1, "joining after the crash")
     session = open_session(tracker)
-    assert json.loads(session.get_function(board_server.PROBE)())["identity"]["cores"] > 0
+    assert json.loads(session.get_function(board_server.PROBE)())["facts"]["cores"] > 0
     close(session)
 
 
@@ -126,6 +124,29 @@ def test_agent_killed(tracker: Tracker, agent: psutil.Process, tmp_path: Path, m
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     board.remove_abandoned()
     assert list(tmp_path.iterdir()) == [living]
+
+
+def test_boards_that_do_not_answer(tracker: Tracker, agent: psutil.Process) -> None:
+    """Within a deadline a board is probed, or what is wrong is named: no tracker, no such key, in use, frozen."""
+    at = ("127.0.0.1", tracker.port)
+    report = boards.probe_board(at, KEY, deadline_s=60)
+    assert report.identity == identity_of(read_facts())
+    assert report.free_memory_bytes > 0
+    with pytest.raises(boards.NoSuchBoard, match=f"'other'.*{KEY}"):
+        boards.probe_board(at, "other", deadline_s=60)
+    with pytest.raises(boards.TrackerUnreachable, match=r"127\.0\.0\.1:1:"):
+        boards.probe_board(("127.0.0.1", 1), KEY, deadline_s=60)
+    wait_until(lambda: free(tracker) == 1, "being free again")
+    session = open_session(tracker)
+    with pytest.raises(boards.BoardBusy, match=KEY):
+        boards.probe_board(at, KEY, deadline_s=60)
+    close(session)
+    wait_until(lambda: free(tracker) == 1, "being free again")
+    [server] = agent.children()
+    server.suspend()
+    with pytest.raises(boards.BoardSilent, match="frozen"):
+        boards.probe_board(at, KEY, deadline_s=15)
+    server.resume()
 
 
 @pytest.mark.parametrize(
