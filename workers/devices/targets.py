@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tuning_db.keys import DeviceIdentity, canonical_json
 from workers.devices.identity import AARCH64_FEATURES, X86_FEATURES, UnusableDevice
+from workers.linker import arch_of, triple_of
 
 #: What every GPU since compute capability 5.0 grants a block without being asked (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"): MetaSchedule refuses a target that does not tell.
@@ -29,7 +30,7 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
     import tvm
     from tvm.target import codegen
 
-    triple = f"{identity.arch}-linux-gnu"
+    triple = triple_of(identity.arch)
     base: dict[str, Any] = {"kind": "llvm", "mtriple": triple, "mcpu": mcpu, "num-cores": identity.cores}
     probe = tvm.target.Target({"kind": "llvm", "mtriple": triple})
     if mcpu not in {str(name) for name in codegen.llvm_get_cpu_archlist(probe)}:
@@ -48,6 +49,20 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
     if hidden:
         raise UnusableDevice(f"LLVM would use {', '.join(sorted(hidden))}, which this CPU does not report")
     return canonical_json(base).decode()
+
+
+def beyond(target_json: str, identity: DeviceIdentity) -> tuple[str, ...]:
+    """What code for this target may use, by LLVM's word, that the CPU does not report; its architecture, if that is
+    another one. Empty for code that runs there."""
+    import tvm
+    from tvm.target import codegen
+
+    arch = arch_of(target_json)
+    if arch != identity.arch:
+        return (arch,)
+    table = X86_FEATURES if arch == "x86_64" else AARCH64_FEATURES
+    used = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(json.loads(target_json)))}
+    return tuple(sorted(used & set(table) - set(identity.features)))
 
 
 def _is_known(base: Mapping[str, Any], feature: str) -> bool:
