@@ -1,14 +1,17 @@
-"""TVM's RPC server on a board, with the board's own probe: `python -m workers.devices.board_server`, by the agent.
+"""TVM's RPC server on a board, with the board's own probe and steps: `python -m workers.devices.board_server`, by the
+agent.
 
 Ends when its listener has ended, so that the agent sees it. Sessions see nothing outside their own folder by TVM's file
-functions; code that they run sees what this user may see.
+functions; code that they run sees what this user may see. A session ends with its client, whatever runs in it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,15 +22,18 @@ from workers.processes import die_with_parent
 
 #: The packed function that tells who and how the board is, as JSON: `probe` says what.
 PROBE: Final = "tunery.board.probe"
+#: What a worker and a board must agree on: it grows when the probe, a step (`board_steps`) or its arguments change.
+PROTOCOL: Final = 1
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
     """Who this board is and how it is now: `facts`, which the worker judges (`identity.CpuFacts` as JSON), `governor`
     of its clocks, `temperature_c` of its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work. None
-    is what the kernel does not tell.
+    is what the kernel does not tell. And `protocol`, which is `PROTOCOL`.
     """
     disk = os.statvfs(Path.cwd())
     return {
+        "protocol": PROTOCOL,
         "facts": to_json(read_facts()),
         "governor": governor(root / "sys/devices/system/cpu"),
         "temperature_c": temperature_c(root / "sys/class/thermal"),
@@ -74,23 +80,50 @@ def confine(folder: Any) -> None:
     folder.relpath = relpath
 
 
+def end_with_client(connection: Any) -> None:
+    """Have this process end, from now on, when the other side of the socket hangs up: a kernel that never ends would
+    keep the board from everybody else."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-client", daemon=True).start()
+
+
 def main(arguments: Sequence[str]) -> int:
     parent, tracker_host, tracker_port, key, host, port, address = arguments
     die_with_parent(int(parent))
     import tvm_ffi
     from tvm.rpc import server
 
+    from workers.devices import board_steps
+    from workers.search import sampling
+
     tvm_ffi.register_global_func(PROBE, lambda: json.dumps(probe()))
-    # TVM forks each session, from a thread that waits for it: it must not outlive this process either.
-    own_pid = os.getpid()
-    os.register_at_fork(after_in_child=lambda: die_with_parent(own_pid))
-    make_environment = server._server_env
+    tvm_ffi.register_global_func(board_steps.RUN_STEP, board_steps.run_step)
+    sampling.fill_pool(str(board_steps.POOL_BYTES))
+    # TVM forks each session, from a thread that waits for it: no child may outlive who forked it.
+    forking = [os.getpid()]
+
+    def remember() -> None:
+        forking[0] = os.getpid()
+
+    os.register_at_fork(before=remember, after_in_child=lambda: die_with_parent(forking[0]))
+    make_environment, serve = server._server_env, server._serve_loop
 
     def make_confined(load_library: str | None, work_path: Any) -> Any:
         confine(work_path)
         return make_environment(load_library, work_path)
 
+    def serve_watched(connection: Any, load_library: str | None, work_path: Any) -> None:
+        end_with_client(connection)
+        serve(connection, load_library, work_path)
+
     server._server_env = make_confined
+    server._serve_loop = serve_watched
     state = server.PopenRPCServerState(
         host, int(port), int(port) + 100, False, (tracker_host, int(tracker_port)), key, None, address or None
     )

@@ -21,12 +21,17 @@ def read_facts() -> CpuFacts:
     return CpuFacts(
         arch=platform.machine(),
         cpuinfo=Path("/proc/cpuinfo").read_text(),
-        cores=_usable_cores(Path("/sys/fs/cgroup/cpu.max")),
+        cores=host_cores(),
         cache_bytes=_cache_sizes(Path(f"/sys/devices/system/cpu/cpu{fastest}/cache")),
         board=next(iter(_strings(Path("/proc/device-tree/model"))), None),
         compatible=_strings(Path("/proc/device-tree/compatible")),
         max_khz=max_khz,
     )
+
+
+def host_cores() -> int:
+    """Cores that this process may use, or as much of their time as its container has."""
+    return _usable_cores(Path("/sys/fs/cgroup/cpu.max"))
 
 
 def vector_registers(arch: str, features: Collection[str]) -> tuple[int, int]:

@@ -1,152 +1,190 @@
-"""The board's agent, with a real tracker and TVM's real server on this machine."""
+"""The board's agent and its server, with a real tracker and TVM's real server on this machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from tvm import rpc
-from tvm.rpc.tracker import Tracker
 
+from tests.workers.lending import free, joined, running_agent, running_tracker, wait_until
 from workers.devices import board, board_server, boards
+from workers.devices.board_session import NotReady, Session
 from workers.devices.identity import CpuFacts, identity_of
 from workers.devices.local_cpu import read_facts
+from workers.devices.tracker import BoardBusy, NoSuchBoard, Tracker, TrackerUnreachable
+from workers.search.forkserver import ChildError
 
 KEY = "this-board"
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within 90 s"
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def tracker() -> Iterator[Tracker]:
+    with running_tracker() as tracker:
+        yield tracker
 
 
 @pytest.fixture(scope="module")
-def tracker() -> Iterator[Tracker]:
-    running = Tracker("127.0.0.1", 19190, 19290, silent=True)
-    yield running
-    running.terminate()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("agent")
 
 
-@pytest.fixture
-def agent(tracker: Tracker, tmp_path: Path) -> Iterator[psutil.Process]:
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "workers.devices.board", "--tracker", f"127.0.0.1:{tracker.port}", "--key", KEY,
-            "--host", "127.0.0.1", "--port", "19090",
-        ],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    wait_until(lambda: free(tracker) == 1, "joining")
-    yield psutil.Process(process.pid)
-    process.terminate()
-    process.wait(30)
+@pytest.fixture(scope="module")
+def agent(tracker: Tracker, folder: Path) -> Iterator[psutil.Process]:
+    with running_agent(tracker, KEY, folder) as agent:
+        yield agent
 
 
-def free(tracker: Tracker) -> int:
-    """How many boards the tracker would give out at once."""
-    summary = rpc.connect_tracker("127.0.0.1", tracker.port).summary()
-    return int(summary["queue_info"].get(KEY, {"free": 0})["free"])
+def open_session(tracker: Tracker) -> Session:
+    return Session(tracker.request(KEY, timeout_s=60), timeout_s=600)
 
 
-def open_session(tracker: Tracker) -> Any:
-    return rpc.connect_tracker("127.0.0.1", tracker.port).request(KEY, session_timeout=60)
-
-
-def close(session: Any) -> None:
-    session.get_function("CloseRPCConnection")()
-
-
-def test_join_and_probe(tracker: Tracker, agent: psutil.Process, tmp_path: Path) -> None:
-    """A board that has joined tells who and how it is in a session; sessions write into the private folder alone."""
+def test_join_and_probe(tracker: Tracker, agent: psutil.Process, folder: Path) -> None:
+    """A board that has joined tells who and how it is; sessions write into the private folder alone, and a step is not
+    begun with a file that has not arrived as it was sent, as on a disk that is full."""
     session = open_session(tracker)
-    answer = json.loads(session.get_function(board_server.PROBE)())
+    answer = session.probe()
     assert identity_of(CpuFacts.from_json(answer["facts"])) == identity_of(read_facts())
     assert 0 < answer["free_memory_bytes"] <= psutil.virtual_memory().total
     assert answer["free_disk_bytes"] > 0
-    session.upload(bytearray(b"inside"), "kernel.bin")
-    assert session.download("kernel.bin") == b"inside"
-    [written] = tmp_path.rglob("kernel.bin")
-    assert written.relative_to(tmp_path).parts[0].startswith(f"tunery-board-{agent.pid}-")
-    for name in ("../outside", str(tmp_path / "outside")):
+    source = folder.parent / "kernel.so"
+    source.write_bytes(b"inside")
+    session.upload(source, "kernel.so")
+    assert session.download("kernel.so") == b"inside"
+    [written] = folder.rglob("kernel.so")
+    assert written.relative_to(folder).parts[0].startswith(f"tunery-board-{agent.pid}-")
+    for name in ("../outside", str(folder / "outside")):
         with pytest.raises(Exception, match="leaves the folder"):
-            session.upload(bytearray(b"outside"), name)
-    assert not list(tmp_path.rglob("outside"))
-    close(session)
-    agent.terminate()
-    wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "ending")
-    assert not list(tmp_path.iterdir())
+            session.upload(source, name)
+    assert not list(folder.rglob("outside"))
+    with pytest.raises(ChildError, match=r"kernel\.so"):
+        session.run("infer", ["kernel.so", [], [], 1], deadline_s=60)
+    written.write_bytes(b"in")
+    with pytest.raises(NotReady, match=r"kernel\.so did not arrive as it was sent; \d+ bytes are free"):
+        session.run("infer", ["kernel.so", [], [], 1], deadline_s=60)
+    session.close()
+    wait_until(lambda: free(tracker, KEY) == 1, "being free again")
+
+
+def test_boards_that_do_not_answer(tracker: Tracker, agent: psutil.Process) -> None:
+    """Within a deadline a board is probed, or what is wrong is named: no tracker, no such key, in use, frozen."""
+    report = boards.probe_board(tracker, KEY, wait_s=60, deadline_s=60)
+    assert report.identity == identity_of(read_facts())
+    assert report.free_memory_bytes > 0
+    with pytest.raises(NoSuchBoard, match=f"'other'.*{KEY}"):
+        boards.probe_board(tracker, "other")
+    with pytest.raises(TrackerUnreachable, match=r"127\.0\.0\.1:1:"):
+        boards.probe_board(Tracker("127.0.0.1", 1), KEY)
+    session = open_session(tracker)
+    with pytest.raises(BoardBusy, match=KEY):
+        boards.probe_board(tracker, KEY, wait_s=0.1)
+    session.close()
+    wait_until(lambda: free(tracker, KEY) == 1, "being free again")
+    [server] = agent.children()
+    server.suspend()
+    with pytest.raises(boards.BoardSilent, match="frozen"):
+        boards.probe_board(tracker, KEY, deadline_s=1)
+    server.resume()
+    wait_until(lambda: free(tracker, KEY) == 1, "joining again")
+
+
+def test_something_else_that_listens() -> None:
+    """A server that is no tracker is named as that, at once."""
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(TrackerUnreachable, match="is not a tracker"):
+            Tracker("127.0.0.1", listener.getsockname()[1]).joined()
+        thread.join()
+
+
+_HANGING_CLIENT = """
+import json, sys
+from workers.devices.board_session import Session, import_client
+from workers.devices.tracker import Tracker
+import_client()
+session = Session(Tracker("127.0.0.1", int(sys.argv[1])).request(sys.argv[2], timeout_s=60), timeout_s=600)
+session.upload(sys.argv[3], "hangs.so")
+print("runs", flush=True)
+session.run("infer", ["hangs.so", [], [], 1], deadline_s=600)
+"""
+
+
+def test_client_killed_in_mid_session(tracker: Tracker, agent: psutil.Process, tmp_path: Path) -> None:
+    """A board is free again at once when the client is killed, though a kernel runs on it that never ends."""
+    (tmp_path / "hangs.c").write_text("__attribute__((constructor)) static void go(void) { for (;;) ; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "hangs.so", tmp_path / "hangs.c"], check=True)
+    client = subprocess.Popen(
+        [sys.executable, "-c", _HANGING_CLIENT, str(tracker.port), KEY, str(tmp_path / "hangs.so")],
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"runs\n"
+    [server] = agent.children()
+    wait_until(lambda: len(server.children(recursive=True)) == 2, "the step's start")
+    session, step = server.children(recursive=True)
+    assert free(tracker, KEY) == 0
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    wait_until(lambda: free(tracker, KEY) == 1, "being free again", 10)
+    assert not session.is_running()
+    wait_until(lambda: not step.is_running(), "the end of the kernel", 10)
+    assert server.is_running()
 
 
 def test_server_comes_back(tracker: Tracker, agent: psutil.Process) -> None:
-    """A server that was killed, or whose session died of a signal as of a kernel that crashed, is back by itself."""
-    [server] = agent.children()
-    server.kill()
-    wait_until(lambda: not server.is_running(), "the end of the server")
-    wait_until(lambda: free(tracker) == 1, "joining again")
+    """A server that was killed, or whose session died of a signal, is back by itself."""
     session = open_session(tracker)
-    session.get_function(board_server.PROBE)()
+    session.probe()
     [server] = agent.children()
     [serving] = server.children()
     serving.send_signal(signal.SIGSEGV)
     wait_until(lambda: not server.is_running(), "the end of the server whose session crashed")
-    wait_until(lambda: free(tracker) == 1, "joining after the crash")
-    session = open_session(tracker)
-    assert json.loads(session.get_function(board_server.PROBE)())["facts"]["cores"] > 0
-    close(session)
+    wait_until(lambda: free(tracker, KEY) == 1, "joining after the crash")
+    [server] = agent.children()
+    server.kill()
+    wait_until(lambda: not server.is_running(), "the end of the server")
+    wait_until(lambda: free(tracker, KEY) == 1, "joining again")
 
 
-def test_agent_killed(tracker: Tracker, agent: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_ends(tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is killed in the middle of a session leaves no process and no board at the tracker; its folder is
-    removed by the next one, which leaves alone that of an agent that lives."""
-    session = open_session(tracker)
-    session.get_function(board_server.PROBE)()
-    descendants = agent.children(recursive=True)
-    assert len(descendants) == 2
-    agent.kill()
-    wait_until(lambda: not any(process.is_running() for process in descendants), "the end of server and session")
-    wait_until(lambda: free(tracker) == 0, "leaving the tracker")
-    agent.wait(30)
+    removed by the next one, which leaves alone that of an agent that lives. One that is told to end leaves nothing."""
+    key = "mortal"
+    with running_agent(tracker, key, tmp_path) as agent:
+        session = Session(tracker.request(key, timeout_s=60), timeout_s=60)
+        session.probe()
+        descendants = agent.children(recursive=True)
+        assert len(descendants) == 2
+        agent.kill()
+        wait_until(lambda: not any(process.is_running() for process in descendants), "the end of server and session")
+        wait_until(lambda: joined(tracker, key) == 0, "leaving the tracker")
     living = tmp_path / f"tunery-board-{os.getpid()}-x"
     living.mkdir()
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     board.remove_abandoned()
     assert list(tmp_path.iterdir()) == [living]
-
-
-def test_boards_that_do_not_answer(tracker: Tracker, agent: psutil.Process) -> None:
-    """Within a deadline a board is probed, or what is wrong is named: no tracker, no such key, in use, frozen."""
-    at = ("127.0.0.1", tracker.port)
-    report = boards.probe_board(at, KEY, deadline_s=60)
-    assert report.identity == identity_of(read_facts())
-    assert report.free_memory_bytes > 0
-    with pytest.raises(boards.NoSuchBoard, match=f"'other'.*{KEY}"):
-        boards.probe_board(at, "other", deadline_s=60)
-    with pytest.raises(boards.TrackerUnreachable, match=r"127\.0\.0\.1:1:"):
-        boards.probe_board(("127.0.0.1", 1), KEY, deadline_s=60)
-    wait_until(lambda: free(tracker) == 1, "being free again")
-    session = open_session(tracker)
-    with pytest.raises(boards.BoardBusy, match=KEY):
-        boards.probe_board(at, KEY, deadline_s=60)
-    close(session)
-    wait_until(lambda: free(tracker) == 1, "being free again")
-    [server] = agent.children()
-    server.suspend()
-    with pytest.raises(boards.BoardSilent, match="frozen"):
-        boards.probe_board(at, KEY, deadline_s=15)
-    server.resume()
+    living.rmdir()
+    with running_agent(tracker, key, tmp_path):
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
