@@ -9,10 +9,10 @@ COMPILE := $(PY) -m uv pip compile --quiet --python-version 3.11 --generate-hash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check up clean requirements test-servers
+.PHONY: help demo test test-boards check up clean requirements test-servers
 
 help: ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
 	$(PY) benchmarks/demo.py $(DEMO_ARGS)
@@ -20,6 +20,18 @@ demo: .venv/demo ## tune a real model on this machine, fetch the library by its 
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
 test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-boards: .venv/dev ## run the tests on emulated aarch64 boards, which are made first: 150 MB are downloaded
+	@if ! command -v qemu-aarch64-static >/dev/null || ! command -v aarch64-linux-gnu-gcc >/dev/null; then \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+			echo "emulated boards need: sudo apt-get install qemu-user-static gcc-aarch64-linux-gnu" >&2; exit 1; \
+		fi; \
+		apt-get -qq update; \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+			qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross; \
+	fi
+	$(PY) -m tests.boards.emulated
+	$(PY) -m pytest tests/boards
 
 check: .venv/dev ## linters, types, layering, schema, manifests; then the tests
 	$(PY) -m ruff check

@@ -55,7 +55,7 @@ from workers.devices import local_cpu
 from workers.devices.roof import RoofMeasurement
 from workers.devices.roof import measure as measure_roof
 from workers.packaging import baselines
-from workers.packaging.reference import time_in_turns, wait_until_idle
+from workers.packaging.running import time_in_turns, wait_until_idle
 
 OURS: Final = "ours"
 UNTUNED: Final = "untuned"

@@ -376,6 +376,14 @@ def worker(context: typer.Context, data_dir: DataDirOption = DEFAULT_DATA_DIR) -
     os.execv(sys.executable, [sys.executable, "-m", "workers", *context.args])  # noqa: S606 - no shell is meant
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def board(context: typer.Context) -> None:
+    """Lend this board to workers: run TVM's RPC server for `--tracker HOST:PORT` under the name `--key NAME`."""
+    _need("tvm", "board")
+    # Names no import: a board has none of the packages that the other side needs.
+    os.execv(sys.executable, [sys.executable, "-m", "workers.devices.board", *context.args])  # noqa: S606
+
+
 @db.command()
 def upgrade(
     database_url: Annotated[

@@ -65,6 +65,7 @@ KINDS: Final[Mapping[type[errors.TuneryError], ProblemKind]] = {
     errors.NoValidCandidate: ProblemKind(500, "no-valid-candidate", "No candidate built and ran"),
     errors.BuildFailed: ProblemKind(500, "build-failed", "The library did not compile"),
     errors.LoadFailed: ProblemKind(500, "load-failed", "The library does not load"),
+    errors.DeviceLost: ProblemKind(500, "device-lost", "The device went away"),
     errors.CheckFailed: ProblemKind(500, "check-failed", "The library's numbers are wrong"),
     errors.ProcessDied: ProblemKind(500, "process-died", "The tuning process died"),
 }

@@ -29,6 +29,7 @@
         ├── NoValidCandidate      every candidate failed to build or to run
         ├── BuildFailed           the final library did not compile
         ├── LoadFailed            the library does not load on its device
+        ├── DeviceLost            the device went away in the middle of the job
         ├── CheckFailed           its outputs differ from the reference
         └── ProcessDied           the tuning process crashed or was killed
 
@@ -210,6 +211,12 @@ class LoadFailed(TuningFailed):
     """The library does not load on its device."""
 
     kind = "load-failed"
+
+
+class DeviceLost(TuningFailed):
+    """The device went away in the middle of the job, and did not come back in time."""
+
+    kind = "device-lost"
 
 
 class CheckFailed(TuningFailed):

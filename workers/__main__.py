@@ -1,8 +1,12 @@
-"""`python -m workers`: a worker for the CPU of this machine. Stops with SIGTERM, and puts back the job it was on."""
+"""`python -m workers`: a worker for the CPU of this machine, or with `--tracker` and `--key` for the boards that have
+joined a tracker. Stops with SIGTERM, and puts back the job it was on.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
 from tuning_db.errors import TuneryError
 from tuning_db.keys import DeviceIdentity, Toolchain
@@ -17,6 +22,7 @@ from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
 from workers import toolchain
 from workers.celery_app import create_app
+from workers.devices.lane import lane_of
 from workers.said import last_line
 from workers.settings import Settings
 from workers.supervisor import Supervisor, remove_abandoned_scratch
@@ -27,10 +33,22 @@ _log = structlog.get_logger()
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 2: this machine or its packages cannot be used, and the message says what to do."""
-    if arguments:
-        print("usage: python -m workers   (settings come from TUNERY_… variables)", file=sys.stderr)
-        return 2
-    settings = Settings()
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False,
+        usage="tunery worker [--tracker HOST:PORT --key NAME]   (other settings come from TUNERY_… variables)",
+    )  # fmt: skip
+    parser.add_argument("--tracker")
+    parser.add_argument("--key")
+    given = parser.parse_args(arguments)
+    # The processes that this one starts read the same settings.
+    for name, value in (("TUNERY_TRACKER", given.tracker), ("TUNERY_BOARD_KEY", given.key)):
+        if value is not None:
+            os.environ[name] = value
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        parser.error("; ".join(str(each["msg"]) for each in error.errors()))
+    lane = lane_of(settings)
     try:
         toolchain.check(toolchain.installed())
         identity, target, tools = _probe()
@@ -45,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     def report() -> None:
         while True:
             try:
-                store.report_device(settings.worker_name, identity, target, tools)
+                for slot in lane.slots():
+                    store.report_device(f"{settings.worker_name}{slot}", identity, target, tools)
             except TuneryError as error:
                 _log.warning("device not reported", message=str(error))
             if supervisor.stopping.wait(settings.report_interval_s):

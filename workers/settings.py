@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tuning_db.layout import default_database_url
 from tuning_db.messages import EMBEDDED_BROKER
+from workers.devices.tracker import Tracker
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -25,6 +26,9 @@ class Settings(BaseSettings):
     database_url: str = ""  #: empty: SQLite under `data_dir`
     broker_url: str = EMBEDDED_BROKER
     worker_name: str = ""  #: empty: host name and pid
+    tracker: str = ""  #: HOST:PORT of the tracker whose boards are driven; empty: this machine's CPU is
+    board_key: str = ""  #: the key that they have joined under
+    board_patience_s: Seconds = 120.0  #: boards that are all away for so long are lost, and so is the job
     heartbeat_interval_s: Seconds = 1.0  #: also how soon a cancel is noticed
     report_interval_s: Seconds = 20.0  #: how often the device is reported
     max_attempts: Annotated[int, Field(gt=0)] = 3  #: attempts at a job whose process is lost
@@ -33,6 +37,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fill_in(self) -> Self:
+        if bool(self.tracker) != bool(self.board_key):
+            raise ValueError("a tracker and the key of its boards come together: TUNERY_TRACKER and TUNERY_BOARD_KEY")
+        if self.tracker:
+            Tracker.parse(self.tracker)
         data_dir = self.data_dir.absolute()
         object.__setattr__(self, "data_dir", data_dir)
         if not self.database_url:

@@ -31,6 +31,7 @@ from tuning_db.errors import (
     BuildFailed,
     CheckFailed,
     DatabaseUnavailable,
+    DeviceLost,
     InvalidRequest,
     LoadFailed,
     NotFound,
@@ -45,6 +46,7 @@ from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
+from workers.devices.lane import lane_of
 from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
 from workers.search.forkserver import ForkServer, ServerDied
@@ -63,6 +65,8 @@ MANIFEST_VERSION: Final = 1
 #: The library with another variant of some operators, until one of the two is chosen.
 SECOND: Final = "second"
 _CHECK_TIMEOUT_S: Final = 300.0
+#: A board that is lost while libraries are checked on it says nothing of them.
+_BOARDS_TRIED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Attempt:
         self.scratch = scratch
         self.job: Job = store.job(claim.job_id)
         self.key: ArtifactKey = self.job.spec.key
+        self.lane = lane_of(settings)
         self.started_s = time.monotonic()
 
     def report(self, type: str, data: Mapping[str, Json]) -> None:
@@ -248,28 +253,30 @@ class Attempt:
 
     def _search(self, server: ForkServer, cpu: Cpu, operators: Sequence[Operator], records: Records) -> SearchOutcome:
         """Search, or go by what is known already, and say how each operator is to be compiled."""
+        from workers.devices.local_cpu import host_cores
         from workers.devices.roof import caches
-        from workers.search.candidates import Measurement
-        from workers.search.lanes import LocalBuilder, LocalRunner
+        from workers.search.lanes import LocalBuilder
         from workers.search.scheduler import Scheduler
         from workers.search.templates.registry import TEMPLATES
 
         search = self.job.spec.search
         before = self.job.trials_measured
         searched_s, failures = self._searched_before()
-        with LocalBuilder(server, self.key.target, workers=cpu.threads) as builder:
+        with LocalBuilder(server, self.key.target, workers=host_cores()) as builder:
             scheduler = Scheduler(
                 server=server,
                 target=self.key.target,
                 cpu=cpu,
                 templates=TEMPLATES,
                 builder=builder,
-                runner=LocalRunner(server, Measurement(threads=cpu.threads)),
+                runner=self.lane.runner(
+                    server, self.key.device, lambda message: self.report("warning", {"message": message})
+                ),
                 records=records,
                 report=self.report,
                 roof=self._roof() if search.trials else None,
                 last_cache_bytes=caches(self.key.device.cache_bytes)[2],
-                operators_at_once=cpu.threads,
+                operators_at_once=host_cores(),
             )
             result = scheduler.run(operators, search, trials_before=before, elapsed_before_s=searched_s)
             outcome = SearchOutcome(
@@ -307,12 +314,12 @@ class Attempt:
         """The device's roof: measured once, then known. Without it no operator counts as fast as it can be."""
         from workers.devices import roof
 
-        known = self.store.roof(self.key.device)
-        if known is not None:
+        known, measure = self.store.roof(self.key.device), self.lane.roof(self.key)
+        if known is not None or measure is None:
             return known
         self.stage("roof", "measuring what this device can do at most")
         try:
-            found = roof.measure(self.key.target, self.key.device.cache_bytes, self.key.device.cores)
+            found = measure()
         except roof.RoofNotMeasured as error:
             self.report("warning", {"message": str(error)})
             return None
@@ -326,9 +333,8 @@ class Attempt:
     def _check_toolchain(self) -> None:
         """A job waits in its queue while a worker is upgraded: what it was promised must be what builds it."""
         from workers import toolchain
-        from workers.devices import local_cpu
 
-        identity, target = local_cpu.probe()
+        identity, target = self.lane.probe()
         here = replace(self.key, device=identity, target=target, toolchain=toolchain.current())
         differences = self.key.diff(here)
         if differences:
@@ -353,28 +359,33 @@ class Attempt:
     ) -> dict[str, Any]:
         from workers.packaging.reference import Comparison
 
+        board = self.lane.board(self.key, _CHECK_TIMEOUT_S)
+        comparison = Comparison(str(reference), libraries, self.key.inputs, threads, board=board)
         spec = self.scratch / "comparison.json"
-        comparison = Comparison(str(reference), libraries, self.key.inputs, threads)
         if quantized is not None:
             calibration = None if quantized.calibration is None else str(quantized.calibration)
             comparison = replace(comparison, fp32=str(quantized.fp32), calibration=calibration)
         spec.write_text(comparison.to_json())
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
-                stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_TIMEOUT_S, text=True, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise LoadFailed(f"the library was still being compared after {_CHECK_TIMEOUT_S:g} s") from None
-        if done.returncode != 0:
-            how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-            raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
-        verdict: dict[str, Any] = json.loads(done.stdout)
+        for left in reversed(range(1 if board is None else _BOARDS_TRIED)):
+            try:
+                verdict = _compared(spec, _CHECK_TIMEOUT_S + (0 if board is None else board.patience_s))
+                break
+            except LoadFailed as error:
+                # What a board says of a library is in the verdict: here the board was lost.
+                if board is None:
+                    raise
+                if not left:
+                    raise DeviceLost(f"{_BOARDS_TRIED} boards were lost in the check; {error}") from None
+                self.report("warning", {"message": f"checked again, on the next board: {error}"})
         if "refused" in verdict:
             raise CheckFailed(
                 f"ONNX Runtime itself cannot run the model on example inputs (standard normal floats, integers from "
                 f"0 to 2), so nothing can be compared: {verdict['refused']}"
             )
+        if "lost" in verdict:
+            raise DeviceLost(verdict["lost"])
+        if "failed" in verdict:
+            raise LoadFailed(verdict["failed"])
         return verdict
 
     def _pick(self, verdict: Mapping[str, Any], outcome: SearchOutcome) -> str:
@@ -392,6 +403,22 @@ class Attempt:
         if label == "tuned" and verdict["checks"]["untuned"]["ok"] and fastest_s["untuned"] < fastest_s["tuned"]:
             return "untuned"
         return label
+
+
+def _compared(spec: Path, timeout_s: float) -> dict[str, Any]:
+    """The verdict of a fresh process on a `Comparison`. LoadFailed if there is none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, text=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise LoadFailed(f"the library was still being compared after {timeout_s:g} s") from None
+    if done.returncode != 0:
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
+    verdict: dict[str, Any] = json.loads(done.stdout)
+    return verdict
 
 
 def _reported(plan: MemoryPlan) -> dict[str, Json]:

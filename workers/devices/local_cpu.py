@@ -1,142 +1,37 @@
-"""The CPU that this process runs on: its identity from the operating system, its target checked against LLVM.
-
-A virtual machine often hides features of the CPU model that it names, and code for a hidden one dies of SIGILL. So the
-identity holds the features that are really there, and the target takes away those that LLVM would assume.
-"""
+"""The CPU that this process runs on: what the operating system tells of it, and what schedule templates must know."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final
 
-from tuning_db.keys import DeviceIdentity, canonical_json
+from tuning_db.keys import DeviceIdentity
+from workers.devices.identity import CpuFacts, identity_of, mcpu_of
+from workers.devices.targets import target_of
 from workers.search.templates.knobs import Cpu
-
-#: LLVM's name of each x86 feature that changes generated code → the kernel's name in /proc/cpuinfo.
-X86_FEATURES: Final[Mapping[str, str]] = {
-    "sse3": "pni", "ssse3": "ssse3", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "sse4a": "sse4a", "popcnt": "popcnt",
-    "cx16": "cx16", "movbe": "movbe", "lzcnt": "abm", "bmi": "bmi1", "bmi2": "bmi2", "adx": "adx", "f16c": "f16c",
-    "fma": "fma", "fma4": "fma4", "xop": "xop", "avx": "avx", "avx2": "avx2", "aes": "aes", "pclmul": "pclmulqdq",
-    "vaes": "vaes", "vpclmulqdq": "vpclmulqdq", "gfni": "gfni", "sha": "sha_ni", "avxvnni": "avx_vnni",
-    "avx512f": "avx512f", "avx512cd": "avx512cd", "avx512dq": "avx512dq", "avx512bw": "avx512bw",
-    "avx512vl": "avx512vl", "avx512ifma": "avx512ifma", "avx512vbmi": "avx512vbmi", "avx512vbmi2": "avx512_vbmi2",
-    "avx512vnni": "avx512_vnni", "avx512bitalg": "avx512_bitalg", "avx512vpopcntdq": "avx512_vpopcntdq",
-    "avx512bf16": "avx512_bf16", "avx512fp16": "avx512_fp16", "avx512vp2intersect": "avx512_vp2intersect",
-    "amx-tile": "amx_tile", "amx-int8": "amx_int8", "amx-bf16": "amx_bf16",
-}  # fmt: skip
-
-#: The same for aarch64.
-AARCH64_FEATURES: Final[Mapping[str, str]] = {
-    "neon": "asimd", "aes": "aes", "sha2": "sha2", "crc": "crc32", "lse": "atomics", "rdm": "asimdrdm",
-    "fullfp16": "fphp", "dotprod": "asimddp", "fp16fml": "asimdfhm", "sve": "sve", "sve2": "sve2", "i8mm": "i8mm",
-    "bf16": "bf16",
-}  # fmt: skip
-
-
-class UnusableDevice(Exception):
-    """LLVM cannot compile for this CPU as it reports itself. The message says what was found."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuFacts:
-    """What the operating system says, unjudged."""
-
-    arch: str
-    cpuinfo: str  #: /proc/cpuinfo
-    cores: int  #: cores that this process may use
-    cache_bytes: tuple[int, ...]
-    board: str | None
 
 
 def read_facts() -> CpuFacts:
     """Ask the operating system."""
+    max_khz = _max_khz(Path("/sys/devices/system/cpu"))
+    fastest = min((number for number, khz in max_khz if khz == max(khz for _, khz in max_khz)), default=0)
     return CpuFacts(
         arch=platform.machine(),
         cpuinfo=Path("/proc/cpuinfo").read_text(),
-        cores=_usable_cores(Path("/sys/fs/cgroup/cpu.max")),
-        cache_bytes=_cache_sizes(Path("/sys/devices/system/cpu/cpu0/cache")),
-        board=_board(Path("/proc/device-tree/model")),
+        cores=host_cores(),
+        cache_bytes=_cache_sizes(Path(f"/sys/devices/system/cpu/cpu{fastest}/cache")),
+        board=next(iter(_strings(Path("/proc/device-tree/model"))), None),
+        compatible=_strings(Path("/proc/device-tree/compatible")),
+        max_khz=max_khz,
     )
 
 
-#: Lines of /proc/cpuinfo without which two CPU models would look the same.
-_IDENTIFYING: Final[Mapping[str, tuple[str, ...]]] = {
-    "x86_64": ("vendor_id", "model name", "cpu family", "model", "stepping", "flags"),
-    "aarch64": ("Features", "CPU implementer", "CPU part", "CPU variant", "CPU revision"),
-}
-
-
-def identity_of(facts: CpuFacts) -> DeviceIdentity:
-    """The identity that these facts amount to. The same facts give the same identity, whatever is running."""
-    if facts.arch not in ("x86_64", "aarch64"):
-        raise UnusableDevice(f"{facts.arch} CPUs are not supported; x86_64 and aarch64 are")
-    first = facts.cpuinfo.split("\n\n", 1)[0]
-    fields: dict[str, str] = dict(re.findall(r"(?m)^([^\t:]+?)\s*:\s?(.*)$", first))
-    missing = [line for line in _IDENTIFYING[facts.arch] if line not in fields]
-    if missing:
-        raise UnusableDevice(f"/proc/cpuinfo has no {', '.join(missing)}: this CPU cannot be told from others")
-    if facts.arch == "x86_64":
-        present = set(fields["flags"].split())
-        table = X86_FEATURES
-        vendor = _X86_VENDORS.get(fields["vendor_id"], fields["vendor_id"])
-        model = " ".join(re.sub(r"\((R|TM|tm)\)|CPU|@.*", " ", fields["model name"]).split())
-        # Clouds hide the marketing name behind "AMD EPYC": family, model and stepping tell generations apart.
-        model += f" (family {fields['cpu family']} model {fields['model']} stepping {fields['stepping']})"
-        model = model.removeprefix(f"{vendor} ")
-    else:
-        present = set(fields["Features"].split())
-        table = AARCH64_FEATURES
-        implementer = fields["CPU implementer"]
-        vendor = _ARM_IMPLEMENTERS.get(implementer, implementer)
-        part, variant, revision = (fields[f"CPU {what}"] for what in ("part", "variant", "revision"))
-        model = f"part {part} variant {variant} r{revision}"
-    features = tuple(sorted(llvm for llvm, kernel in table.items() if kernel in present))
-    return DeviceIdentity("cpu", vendor, model, facts.arch, features, facts.cores, facts.cache_bytes, facts.board)
-
-
-_X86_VENDORS: Final[Mapping[str, str]] = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
-_ARM_IMPLEMENTERS: Final[Mapping[str, str]] = {
-    "0x41": "ARM",
-    "0x61": "Apple",
-    "0xc0": "Ampere",
-    "0x4e": "NVIDIA",
-    "0x51": "Qualcomm",
-}
-
-
-def target_of(identity: DeviceIdentity, mcpu: str) -> str:
-    """Canonical JSON of the TVM target for this identity, with LLVM's model `mcpu`, corrected to the real features.
-
-    Raises UnusableDevice when LLVM does not know `mcpu` or a feature. A wrong name would be a warning on stderr and a
-    slower library otherwise.
-    """
-    import tvm
-    from tvm.target import codegen
-
-    triple = f"{identity.arch}-linux-gnu"
-    base: dict[str, Any] = {"kind": "llvm", "mtriple": triple, "mcpu": mcpu, "num-cores": identity.cores}
-    probe = tvm.target.Target({"kind": "llvm", "mtriple": triple})
-    if mcpu not in {str(name) for name in codegen.llvm_get_cpu_archlist(probe)}:
-        raise UnusableDevice(f"LLVM {codegen.llvm_version_major()} does not know the CPU {mcpu!r} for {triple}")
-    assumed = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(base))}
-    table = X86_FEATURES if identity.arch == "x86_64" else AARCH64_FEATURES
-    # A feature that LLVM cannot spell is not asked for, and one that it assumes of the model but is hidden is denied.
-    present = set(identity.features)
-    attributes = [f"+{name}" for name in sorted(present - assumed) if _is_known(base, name)]
-    attributes += [f"-{name}" for name in sorted((assumed & set(table)) - present)]
-    if attributes:
-        base["mattr"] = attributes
-    target = tvm.target.Target(base)
-    settled = {str(name) for name in codegen.llvm_get_cpu_features(target)}
-    hidden = settled & set(table) - present
-    if hidden:
-        raise UnusableDevice(f"LLVM would use {', '.join(sorted(hidden))}, which this CPU does not report")
-    return canonical_json(base).decode()
+def host_cores() -> int:
+    """Cores that this process may use, or as much of their time as its container has."""
+    return _usable_cores(Path("/sys/fs/cgroup/cpu.max"))
 
 
 def vector_registers(arch: str, features: Collection[str]) -> tuple[int, int]:
@@ -158,29 +53,11 @@ def cpu_of(identity: DeviceIdentity) -> Cpu:
     return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores, dot)
 
 
-def _is_known(base: Mapping[str, Any], feature: str) -> bool:
-    import tvm
-    from tvm.target import codegen
-
-    with_feature = tvm.target.Target({**base, "mattr": [f"+{feature}"]})
-    return feature in {str(name) for name in codegen.llvm_get_cpu_features(with_feature)}
-
-
-def host_mcpu() -> str:
-    """LLVM's model name of this CPU; archspec's where LLVM answers with a generic one."""
-    import archspec.cpu
-    from tvm.target import codegen
-
-    name = str(codegen.llvm_get_system_cpu())
-    if name in ("", "generic", "x86-64"):
-        name = str(archspec.cpu.host().name).replace("_v", "-v").replace("x86_64", "x86-64")
-    return name
-
-
 def probe() -> tuple[DeviceIdentity, str]:
     """Identity and target of this machine's CPU."""
-    identity = identity_of(read_facts())
-    return identity, target_of(identity, host_mcpu())
+    facts = read_facts()
+    identity = identity_of(facts)
+    return identity, target_of(identity, mcpu_of(facts))
 
 
 def _usable_cores(cpu_max: Path) -> int:
@@ -194,7 +71,7 @@ def _usable_cores(cpu_max: Path) -> int:
 
 
 def _cache_sizes(folder: Path) -> tuple[int, ...]:
-    """L1 data, L2, L3 of core 0 in bytes, as far as the kernel tells."""
+    """L1 data, L2, L3 of one core in bytes, as far as the kernel tells."""
     sizes: dict[int, int] = {}
     for index in sorted(folder.glob("index*")):
         try:
@@ -208,8 +85,20 @@ def _cache_sizes(folder: Path) -> tuple[int, ...]:
     return tuple(sizes[level] for level in sorted(sizes))
 
 
-def _board(path: Path) -> str | None:
+def _max_khz(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Number and highest clock of each processor whose clock the kernel governs."""
+    found: dict[int, int] = {}
+    for path in folder.glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq"):
+        try:
+            found[int(path.parts[-3].removeprefix("cpu"))] = int(path.read_text())
+        except (OSError, ValueError):  # a processor that is switched off
+            continue
+    return tuple(sorted(found.items()))
+
+
+def _strings(path: Path) -> tuple[str, ...]:
+    """The strings of a device tree's property, each of which ends in NUL."""
     try:
-        return path.read_text().strip("\0\n ") or None
+        return tuple(text for text in (part.strip() for part in path.read_text().split("\0")) if text)
     except OSError:
-        return None
+        return ()

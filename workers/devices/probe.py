@@ -1,4 +1,7 @@
-"""`python -m workers.devices.probe`: prints what this machine's device is, and what compiles for it, as JSON."""
+"""`python -m workers.devices.probe`: prints what the worker's device is, and what compiles for it, as JSON.
+
+The settings say which device: this machine's CPU, or the boards of a tracker. Nothing is waited for.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from workers import toolchain
-    from workers.devices import local_cpu
+    from workers.devices.identity import UnusableDevice
+    from workers.devices.lane import lane_of
+    from workers.devices.tracker import BoardUnusable
+    from workers.linker import NoLinker
+    from workers.settings import Settings
 
     try:
-        identity, target = local_cpu.probe()
-    except local_cpu.UnusableDevice as error:
+        identity, target = lane_of(Settings(), patience_s=0).probe()
+    except (UnusableDevice, BoardUnusable, NoLinker) as error:
         print(error, file=sys.stderr)
         return 2
     json.dump({"identity": to_json(identity), "target": target, "toolchain": to_json(toolchain.current())}, answer)

@@ -2,6 +2,7 @@
 
 Reads a `Comparison` as JSON, prints one JSON object: the numerical check of each library against ONNX Runtime on the
 same inputs, and the time of each and of ONNX Runtime, taken in turns so that a busy machine is busy for all of them.
+Libraries for a board run there (`on_board`): the reference is computed here.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tuning_db.errors import DeviceLost
 from tuning_db.keys import Json, TensorSpec, to_json
 from workers.frontend.operators import QUANTIZED
 from workers.packaging import baselines
+from workers.packaging.on_board import LibraryRefused, OnBoard, run_on_board
+from workers.packaging.running import Ran, load_library, outputs_of, set_threads, time_in_turns
 from workers.processes import die_with_parent
 from workers.quantize.samples import Samples
 from workers.said import first_line
@@ -39,9 +42,6 @@ QUANTIZED_SQNR_DB: Final = 30.0
 _SEEDS: Final = (0, 1, 2)
 #: Of calibration data, so many samples are enough for this.
 _SAMPLES: Final = 8
-#: Seconds that are spent on timing one library, once there are this many samples.
-_ENOUGH_S: Final = 8.0
-_FEWEST: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Comparison:
     min_sample_s: float = 0.02
     fp32: str | None = None
     calibration: str | None = None
+    board: OnBoard | None = None  #: where the libraries run, if that is not this machine
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +68,9 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> Comparison:
         data = json.loads(text)
-        return cls(**{**data, "inputs": tuple(TensorSpec.from_json(i) for i in data["inputs"])})
+        inputs = tuple(TensorSpec.from_json(i) for i in data["inputs"])
+        board = None if data["board"] is None else OnBoard(**data["board"])
+        return cls(**{**data, "inputs": inputs, "board": board})
 
 
 #: What integer inputs are drawn from, half open, in the order tried: a model may divide by one or index a short axis.
@@ -185,17 +188,13 @@ def _decibels(signal: float, noise: float) -> float | None:
 
 
 def run(comparison: Comparison) -> dict[str, Json]:
-    # Read when TVM starts its threads. Without it TVM takes OpenMP's number, or half of the cores, and would be timed
-    # on fewer cores than ONNX Runtime.
-    os.environ["TVM_NUM_THREADS"] = str(comparison.threads)
-    # Bound to cores, TVM's threads would wait for whatever else runs there; ONNX Runtime's are not bound either.
-    os.environ["TVM_BIND_THREADS"] = "0"
+    """The verdict: `checks` and `samples_s` by label; or `refused`, what ONNX Runtime says of the model; or `failed`,
+    what became of a library on a board; or `lost`, why no board could be asked."""
+    set_threads(comparison.threads)
     import onnxruntime
-    import tvm
-    from tvm import relax
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = comparison.threads
+    options.intra_op_num_threads = comparison.threads if comparison.board is None else 0
     options.log_severity_level = 4
     # The graph as it is written: the optimiser changes numbers, of dequantised weights by as much as a quantum.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -218,25 +217,34 @@ def run(comparison: Comparison) -> dict[str, Json]:
         fp32 = onnxruntime.InferenceSession(comparison.fp32, options, providers=["CPUExecutionProvider"])
         exact = [fp32.run(names, example) for example in examples]
     quantized = exact is not None or _is_quantized(comparison.reference)
+    try:
+        ran = _run_here(comparison, examples) if comparison.board is None else _run_on_board(comparison, examples)
+    except LibraryRefused as error:
+        return {"failed": str(error)}
+    except DeviceLost as error:
+        return {"lost": str(error)}
     checks: dict[str, dict[str, Json]] = {}
-    timed = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
-    callers: dict[str, Callable[[], object]] = {"onnxruntime": timed}
-    for label, path in comparison.libraries.items():
-        machine = relax.VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
-        entries: list[list[dict[str, Json]]] = []
-        results = []
-        for example, reference in zip(examples, references, strict=True):
-            arguments = [tvm.runtime.tensor(example[spec.name]) for spec in comparison.inputs]
-            result = machine["main"](*arguments)
-            outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
-            entries.append(compare(reference, outputs, names))
-            results.append(outputs)
-        told = forgive_rounding(entries, references, results, exact) if quantized else None
+    for label, answers in ran.outputs.items():
+        entries = [compare(*pair, names) for pair in zip(references, answers, strict=True)]
+        told = forgive_rounding(entries, references, answers, exact) if quantized else None
         checks[label] = _worst([entry for sample in entries for entry in sample], len(examples))
         if told:
             checks[label]["quantized"] = to_json(told)
-        fixed = [tvm.runtime.tensor(examples[0][spec.name]) for spec in comparison.inputs]
-        callers[label] = partial(machine["main"], *fixed)
+    return {"checks": to_json(checks), "samples_s": {label: list(taken) for label, taken in ran.samples_s.items()}}
+
+
+def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
+    """In this process, with the engines that the libraries are measured against."""
+    import tvm
+
+    outputs = {}
+    timed = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
+    callers: dict[str, Callable[[], object]] = {"onnxruntime": timed}
+    for label, path in comparison.libraries.items():
+        function = load_library(path)
+        arguments = [[tvm.runtime.tensor(example[spec.name]) for spec in comparison.inputs] for example in examples]
+        outputs[label] = [outputs_of(function(*each)) for each in arguments]
+        callers[label] = partial(function, *arguments[0])
     if baselines.available()["openvino"] is not None:
         try:
             callers["openvino"] = baselines.baseline(
@@ -245,7 +253,15 @@ def run(comparison: Comparison) -> dict[str, Json]:
         except Exception as error:  # it refuses models that ONNX Runtime takes: then there is nothing to tell
             print(f"OpenVINO cannot run the model: {error}", file=sys.stderr)
     samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rested=baselines.ENGINES)
-    return {"checks": to_json(checks), "samples_s": {label: list(taken) for label, taken in samples.items()}}
+    return Ran(outputs, samples)
+
+
+def _run_on_board(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
+    assert comparison.board is not None
+    arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
+    return run_on_board(
+        comparison.board, comparison.libraries, arrays, comparison.threads, comparison.rounds, comparison.min_sample_s
+    )
 
 
 def _examples(comparison: Comparison, integers: tuple[int, int]) -> list[dict[str, NDArray[Any]]]:
@@ -259,49 +275,6 @@ def _is_quantized(model: str) -> bool:
     import onnx
 
     return any(node.op_type in QUANTIZED for node in onnx.load(model, load_external_data=False).graph.node)
-
-
-def time_in_turns(
-    callers: Mapping[str, Callable[[], object]],
-    rounds: int,
-    min_sample_s: float,
-    *,
-    rested: Collection[str] = (),
-) -> dict[str, list[float]]:
-    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns.
-
-    Those `rested` begin when the threads of whoever was before them have gone to sleep. Who has taken `_ENOUGH_S` sits
-    out the later rounds: a model that takes seconds before it is tuned would keep the others waiting.
-    """
-    counts = {}
-    for label, call in callers.items():
-        call()
-        start_s = time.perf_counter()
-        call()
-        counts[label] = max(1, int(min_sample_s / max(time.perf_counter() - start_s, 1e-7)))
-    samples: dict[str, list[float]] = {label: [] for label in callers}
-    for _ in range(rounds):
-        for label, call in callers.items():
-            if len(samples[label]) >= _FEWEST and sum(samples[label]) * counts[label] > _ENOUGH_S:
-                continue
-            if label in rested:
-                wait_until_idle()
-            start_s = time.perf_counter()
-            for _ in range(counts[label]):
-                call()
-            samples[label].append((time.perf_counter() - start_s) / counts[label])
-    return samples
-
-
-def wait_until_idle(timeout_s: float = 1.0) -> None:
-    """Sleep until the threads of this process are asleep too: TVM's look for work for a fifth of a second after each
-    inference, and would take a core from whoever is measured next."""
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        before_s = time.process_time()
-        time.sleep(0.02)
-        if time.process_time() - before_s < 0.002:
-            return
 
 
 def _worst(entries: Sequence[dict[str, Json]], samples: int) -> dict[str, Json]:
@@ -328,6 +301,9 @@ def main(arguments: Sequence[str]) -> int:
     os.dup2(2, 1)
     json.dump(run(comparison), answer)
     answer.close()
+    if comparison.board is not None:
+        # TVM's clients wait for their sessions when they are collected.
+        os._exit(0)
     return 0
 
 

@@ -60,6 +60,10 @@ class ServerDied(ChildFailed):
     """The server ended before the step did: no fault of the step's."""
 
 
+#: What a child can come to, but for an answer.
+_FAILURES: Final = {"error": ChildError, "timeout": ChildTimeout, "crash": ChildCrashed}
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A module-level function to be run in a forked child, and how long it may take there."""
@@ -80,7 +84,7 @@ class _Request:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     id: int
-    outcome: str  #: "ok", "error", "timeout", "crash"
+    outcome: str  #: "ok", or of `_FAILURES`
     value: Any
 
 
@@ -123,12 +127,11 @@ class ForkServer:
         The future raises ChildError, ChildTimeout, ChildCrashed or ServerDied. Arguments and result are pickled: both
         sides are this program, and nothing from outside is ever unpickled.
         """
-        name = f"{function.__module__}:{function.__qualname__}"
         future: Future[Any] = Future()
         with self._lock:
             if self._socket is None:
                 raise ServerDied("the fork server is closed")
-            request = _Request(self._next_id, name, arguments, deadline_s)
+            request = _Request(self._next_id, _name_of(function), arguments, deadline_s)
             self._next_id += 1
             self._pending[request.id] = future
             connection = self._socket
@@ -251,14 +254,17 @@ class ForkServer:
             if answer.outcome == "ok":
                 future.set_result(answer.value)
             else:
-                kinds = {"error": ChildError, "timeout": ChildTimeout, "crash": ChildCrashed}
-                future.set_exception(kinds[answer.outcome](answer.value))
+                future.set_exception(_FAILURES[answer.outcome](answer.value))
         with self._lock:
             self._hung_up = True
             lost = list(self._pending.values())
             self._pending.clear()
         for future in lost:
             future.set_exception(ServerDied("the fork server died"))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _send(connection: socket.socket, message: object) -> None:
@@ -282,22 +288,69 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class _Child:
-    """A forked step, as the server sees it."""
+    """A forked step, as the process that forked it sees it. `inherited` are sockets that the child must not keep."""
 
-    def __init__(self, request: _Request, pid: int, pipe: int) -> None:
+    def __init__(self, request: _Request, *inherited: socket.socket) -> None:
         self.request = request
-        self.pid = pid
-        self.pipe = pipe
-        self.deadline = time.monotonic() + request.deadline_s
+        self.pipe, write = os.pipe()
         self.output = bytearray()
+        parent_pid = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.pipe)
+            for connection in inherited:
+                connection.close()
+            _run_child(request, write, parent_pid)
+        os.close(write)
+        self.deadline = time.monotonic() + request.deadline_s
 
-    def end(self) -> int:
+    def read(self) -> tuple[str, Any] | None:
+        """What it came to, once there is nothing more to be read of it. Call it when there is something."""
+        part = os.read(self.pipe, 1 << 20)
+        if part:
+            self.output += part
+            return None
+        try:
+            outcome, value = pickle.loads(self.output)  # noqa: S301 - from our own child
+        except Exception:  # nothing, or what a child had written when it was killed
+            outcome, value = "crash", None
+        status = self._end()
+        if outcome == "crash":
+            if os.WIFSIGNALED(status):
+                value = f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+            else:
+                value = f"left with status {os.WEXITSTATUS(status)}"
+        return outcome, value
+
+    def kill(self) -> tuple[str, Any]:
+        """What it comes to at its deadline."""
+        self._end()
+        return "timeout", f"killed after {self.request.deadline_s:g} s"
+
+    def _end(self) -> int:
         """Kill whatever is left of the child's session and return its wait status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         # It may not have come to making its session yet.
         os.kill(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, 0)[1]
+
+
+def call_in_child(function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+    """Run a module-level function in a forked child of this process, and wait. Raises ChildError, ChildTimeout or
+    ChildCrashed. For a process that is as bare as a fork server: threads do not survive a fork."""
+    child = _Child(_Request(0, _name_of(function), arguments, deadline_s))
+    result = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.pipe, selectors.EVENT_READ)
+        while result is None:
+            left_s = child.deadline - time.monotonic()
+            result = child.read() if selector.select(max(0.0, left_s)) else child.kill()
+    os.close(child.pipe)
+    outcome, value = result
+    if outcome != "ok":
+        raise _FAILURES[outcome](value)
+    return value
 
 
 class _Server:
@@ -317,50 +370,33 @@ class _Server:
                         request = _receive(self._connection)
                     except (EOFError, OSError):
                         for child in self._children.values():
-                            child.end()
+                            child.kill()
                         return
                     self._fork(request)
                 else:
                     self._read(self._children[key.fd])
             now = time.monotonic()
             for child in [c for c in self._children.values() if c.deadline <= now]:
-                self._finish(child, "timeout", f"killed after {child.request.deadline_s:g} s")
+                self._forget(child)
+                self._answer(child, *child.kill())
 
     def _fork(self, request: _Request) -> None:
-        read, write = os.pipe()
-        server_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            self._connection.close()
-            _run_child(request, write, server_pid)
-        os.close(write)
-        child = _Child(request, pid, read)
-        self._children[read] = child
-        self._selector.register(read, selectors.EVENT_READ)
+        child = _Child(request, self._connection)
+        self._children[child.pipe] = child
+        self._selector.register(child.pipe, selectors.EVENT_READ)
 
     def _read(self, child: _Child) -> None:
-        part = os.read(child.pipe, 1 << 20)
-        if part:
-            child.output += part
-            return
-        try:
-            outcome, value = pickle.loads(child.output)  # noqa: S301 - from our own child
-        except Exception:  # nothing, or what a child had written when it was killed
-            outcome, value = "crash", None
-        self._finish(child, outcome, value)
+        result = child.read()
+        if result is not None:
+            self._forget(child)
+            self._answer(child, *result)
 
-    def _finish(self, child: _Child, outcome: str, value: Any) -> None:
+    def _forget(self, child: _Child) -> None:
         self._selector.unregister(child.pipe)
         os.close(child.pipe)
         del self._children[child.pipe]
-        status = child.end()
-        if outcome == "crash":
-            if os.WIFSIGNALED(status):
-                number = os.WTERMSIG(status)
-                value = f"died of {signal.Signals(number).name}"
-            else:
-                value = f"left with status {os.WEXITSTATUS(status)}"
+
+    def _answer(self, child: _Child, outcome: str, value: Any) -> None:
         _send(self._connection, _Answer(child.request.id, outcome, value))
 
 

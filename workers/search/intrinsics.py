@@ -23,7 +23,7 @@ def preload(module: str) -> tuple[str, ...]:
     Here and not beside the steps, so that a server can be started before TVM is imported: both take seconds, and go on
     at once.
     """
-    return (f"{__name__}:use_only:{module}", f"workers.search.forked_steps:fill_pool:{POOL_BYTES}")
+    return (f"{__name__}:use_only:{module}", f"workers.search.sampling:fill_pool:{POOL_BYTES}")
 
 
 def use_only(module: str) -> None:

@@ -1,4 +1,5 @@
-"""Builder and runner for the CPU of this machine: candidates are compiled on every core, and measured alone.
+"""What builds and what runs the candidates of a search, and both for the CPU of this machine: candidates are compiled
+on every core, and measured alone. `rpc_lane` has the runner for boards.
 
 Nothing is built while something is measured: a search of two cores that did so would measure its own compiler. That
 costs the time of the shorter of the two, which is why measuring is kept short.
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tuning_db.trials import Failed, FailureKind, Measured
-from workers.search import forked_steps
+from workers.search import forked_steps, sampling
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ChildTimeout, ForkServer, Step
 
@@ -31,15 +32,24 @@ class Builder(Protocol):
 class Runner(Protocol):
     """Measures what a builder made. One call at a time, with nothing else running on the measured cores."""
 
-    def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
-        """A candidate above `hopeless_s` seconds a call is not measured more exactly than to know that."""
+    @property
+    def at_once(self) -> int:
+        """How many candidates to hand to `run_all`: as many as can be measured side by side, or one after the other
+        without anybody waiting to hear of the first."""
+
+    def run_all(self, wanted: Sequence[tuple[Built, float | None]]) -> list[Measured | Failed]:
+        """One result a candidate, in their order. One above its seconds a call, where that is given, is hopeless and
+        not measured more exactly than to know that."""
 
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         """Measure candidates in turns, more exactly than `run` does."""
 
 
 class LocalBuilder:
-    """Compiles on `workers` cores at once, each candidate in a forked child with its own deadline."""
+    """Compiles on `workers` cores at once, each candidate in a forked child with its own deadline.
+
+    The target may be another machine's, if there is a linker for it (`workers.linker`).
+    """
 
     def __init__(self, server: ForkServer, target: str, *, workers: int, timeout_s: float = 15.0) -> None:
         self._server = server
@@ -61,7 +71,7 @@ class LocalBuilder:
         ]
         results = self._server.call_all(steps, at_once=self._workers)
         kinds = (FailureKind.BUILD_ERROR, FailureKind.BUILD_TIMEOUT, FailureKind.BUILD_CRASH)
-        return [_failed(result, *kinds) if isinstance(result, ChildFailed) else result for result in results]
+        return [failed(result, *kinds) if isinstance(result, ChildFailed) else result for result in results]
 
     def remove(self, built: Built) -> None:
         Path(built.library).unlink(missing_ok=True)
@@ -75,28 +85,36 @@ class LocalRunner:
         self._measurement = measurement
         self._timeout_s = timeout_s
 
+    @property
+    def at_once(self) -> int:
+        return 1
+
+    def run_all(self, wanted: Sequence[tuple[Built, float | None]]) -> list[Measured | Failed]:
+        return [self.run(built, hopeless_s) for built, hopeless_s in wanted]
+
     def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
+        """`run_all` of one."""
         try:
             return Measured(
                 self._server.call_retrying(
-                    forked_steps.measure, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
+                    sampling.measure, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
                 )
             )
         except ChildFailed as failure:
-            return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
+            return failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
 
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         deadline_s = self._timeout_s * len(candidates)
         try:
             found = self._server.call_retrying(
-                forked_steps.measure_in_turn, list(candidates), self._measurement, deadline_s=deadline_s
+                sampling.measure_in_turn, list(candidates), self._measurement, deadline_s=deadline_s
             )
         except ChildFailed as failure:
-            return _failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
+            return failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
         return [Measured(run_s) for run_s in found]
 
 
-def _failed(failure: ChildFailed, error: FailureKind, timeout: FailureKind, crash: FailureKind) -> Failed:
+def failed(failure: ChildFailed, error: FailureKind, timeout: FailureKind, crash: FailureKind) -> Failed:
     """What became of a candidate. A server that died for good is raised again: that was not the candidate."""
     if isinstance(failure, ChildError):
         return Failed(error, str(failure))

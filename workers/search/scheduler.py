@@ -21,7 +21,7 @@ from tuning_db.catalog import Roof
 from tuning_db.jobs import SearchConfig
 from tuning_db.keys import Json
 from tuning_db.trials import Failed, Measured, StoredCostModel, Trial
-from workers.search import cost_model, forked_steps
+from workers.search import cost_model, forked_steps, sampling
 from workers.search.arms import Arm, Search, arms_of
 from workers.search.candidates import SKETCHES, TEMPLATE, Built, Candidate, Choice, Operator, Variant
 from workers.search.configs import ConfigSpace
@@ -280,7 +280,7 @@ class Scheduler:
         moved = operator.bytes
         if moved <= self.last_cache_bytes:
             weights = operator.constant_bytes
-            moved = weights if weights * forked_steps.MAX_COPIES > self.last_cache_bytes else 0.0
+            moved = weights if weights * sampling.MAX_COPIES > self.last_cache_bytes else 0.0
         return max(operator.flops / self.roof.flops_per_s, moved / self.roof.bytes_per_s)
 
     # Where the next round goes
@@ -490,19 +490,18 @@ class Scheduler:
 
         before_s = {id(p.pick): (p.pick, p.pick.arm.best_s) for p in proposals}
         built_all = self.builder.build([proposal.candidate for proposal in proposals])
-        for number, (proposal, built) in enumerate(zip(proposals, built_all, strict=True)):
-            outcome: Measured | Failed
-            if isinstance(built, Built):
-                if self.clock() >= self._end_s and number:
-                    self._drop(built_all[number:])
-                    break
-                best_s = proposal.pick.search.best_s
-                outcome = self.runner.run(built, None if best_s is None else _HOPELESS * best_s)
-            else:
-                outcome = built
-            failed += isinstance(outcome, Failed)
-            self._learn(proposal, built, outcome)
-            waiting.append((proposal, outcome))
+        pairs = list(zip(proposals, built_all, strict=True))
+        number = 0
+        while number < len(pairs):
+            group = pairs[number : number + self.runner.at_once]
+            if number and self.clock() >= self._end_s and any(isinstance(built, Built) for _, built in group):
+                self._drop(built_all[number:])
+                break
+            for (proposal, built), outcome in zip(group, self._run(group), strict=True):
+                failed += isinstance(outcome, Failed)
+                self._learn(proposal, built, outcome)
+                waiting.append((proposal, outcome))
+            number += len(group)
             if self.clock() - flushed_s >= _FLUSH_S:
                 flush()
         if waiting:
@@ -510,6 +509,16 @@ class Scheduler:
         for pick, before in before_s.values():
             pick.arm.end_round(before)
         return failed
+
+    def _run(self, group: Sequence[tuple[_Proposal, Built | Failed]]) -> list[Measured | Failed]:
+        """One outcome each; what did not build has failed already."""
+        wanted = []
+        for proposal, built in group:
+            if isinstance(built, Built):
+                best_s = proposal.pick.search.best_s
+                wanted.append((built, None if best_s is None else _HOPELESS * best_s))
+        measured = iter(self.runner.run_all(wanted) if wanted else ())
+        return [next(measured) if isinstance(built, Built) else built for _, built in group]
 
     def _learn(self, proposal: _Proposal, built: Built | Failed, outcome: Measured | Failed) -> None:
         candidate = proposal.candidate

@@ -16,7 +16,8 @@ from tvm.target import codegen
 from tuning_db.keys import DeviceIdentity, Toolchain, to_json
 from workers import toolchain
 from workers.devices import local_cpu
-from workers.devices.local_cpu import CpuFacts, UnusableDevice, identity_of, target_of
+from workers.devices.identity import AARCH64_FEATURES, X86_FEATURES, CpuFacts, UnusableDevice, identity_of, mcpu_of
+from workers.devices.targets import target_of
 
 _X86_BASE = (
     "fpu vme de pse tsc msr pae mce cx8 apic sep mtrr pge mca cmov pat clflush mmx fxsr sse sse2 ht syscall nx "
@@ -137,7 +138,7 @@ def test_names() -> None:
     assert identity_of(XEON).model == "Xeon Platinum 8375C (family 6 model 106 stepping 6)"
     assert identity_of(EPYC_GENOA).model.startswith("EPYC 9654 96-Core Processor")
     assert identity_of(RASPBERRY_PI_4) == DeviceIdentity(
-        "cpu", "ARM", "part 0xd08 variant 0x0 r3", "aarch64", ("crc", "neon"), 4, (32768, 1048576),
+        "cpu", "ARM", "Cortex-A72 r0p3", "aarch64", ("crc", "neon"), 4, (32768, 1048576),
         "Raspberry Pi 4 Model B Rev 1.2",
     )  # fmt: skip
     assert identity_of(replace(GRAVITON_3, cpuinfo=GRAVITON_3.cpuinfo.replace("0x41", "0x99"))).vendor == "0x99"
@@ -148,8 +149,9 @@ def test_target_uses_what_is_there(name: str) -> None:
     """LLVM uses no feature for the target that the CPU does not report, by its own word."""
     facts, mcpu = CPUS[name]
     identity = identity_of(facts)
+    assert mcpu_of(facts) == mcpu
     target = target_of(identity, mcpu)
-    table = local_cpu.X86_FEATURES if facts.arch == "x86_64" else local_cpu.AARCH64_FEATURES
+    table = X86_FEATURES if facts.arch == "x86_64" else AARCH64_FEATURES
     assert features_used(target) & set(table) <= set(identity.features)
     data = json.loads(target)
     assert (data["kind"], data["mcpu"], data["num-cores"]) == ("llvm", mcpu, facts.cores)
@@ -235,11 +237,24 @@ def test_caches(tmp_path: Path) -> None:
     assert local_cpu._cache_sizes(tmp_path / "missing") == ()
 
 
-def test_board(tmp_path: Path) -> None:
-    """The device tree's model ends in NUL; a machine without one has no board."""
+def test_device_tree(tmp_path: Path) -> None:
+    """The device tree's strings end in NUL each; a machine without one has none."""
     (tmp_path / "model").write_bytes(b"Raspberry Pi 4 Model B Rev 1.2\0")
-    assert local_cpu._board(tmp_path / "model") == "Raspberry Pi 4 Model B Rev 1.2"
-    assert local_cpu._board(tmp_path / "missing") is None
+    (tmp_path / "compatible").write_bytes(b"raspberrypi,4-model-b\0brcm,bcm2711\0")
+    assert local_cpu._strings(tmp_path / "model") == ("Raspberry Pi 4 Model B Rev 1.2",)
+    assert local_cpu._strings(tmp_path / "compatible") == ("raspberrypi,4-model-b", "brcm,bcm2711")
+    assert local_cpu._strings(tmp_path / "missing") == ()
+
+
+def test_clocks(tmp_path: Path) -> None:
+    """The highest clock of each processor is read by the processor's number; one without a clock has none."""
+    for number, khz in (("10", "2400000\n"), ("2", "1800000\n"), ("3", "")):
+        folder = tmp_path / f"cpu{number}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "cpuinfo_max_freq").write_text(khz)
+    (tmp_path / "cpufreq").mkdir()
+    assert local_cpu._max_khz(tmp_path) == ((2, 1800000), (10, 2400000))
+    assert local_cpu._max_khz(tmp_path / "missing") == ()
 
 
 def test_probe_in_a_process() -> None:
@@ -255,5 +270,5 @@ def test_probe_in_a_process() -> None:
     identity = DeviceIdentity.from_json(data["identity"])
     assert (identity, data["target"]) == local_cpu.probe()
     assert Toolchain.from_json(data["toolchain"]) == toolchain.current()
-    table = local_cpu.X86_FEATURES if identity.arch == "x86_64" else local_cpu.AARCH64_FEATURES
+    table = X86_FEATURES if identity.arch == "x86_64" else AARCH64_FEATURES
     assert features_used(data["target"]) & set(table) <= set(identity.features)

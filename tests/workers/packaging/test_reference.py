@@ -28,8 +28,8 @@ from workers.packaging.reference import (
     example_inputs,
     forgive_rounding,
     run,
-    time_in_turns,
 )
+from workers.packaging.running import time_in_turns
 
 QUICK: dict[str, Any] = {"threads": 1, "rounds": 1, "min_sample_s": 1e-4}
 

@@ -14,7 +14,7 @@ import tvm
 from tests.workers.conftest import Host, workload_of
 from tests.workers.search.samples import CPU, TEMPLATES, double, matmul, matmul_module, templated
 from tuning_db.trials import Workload, trace_digest
-from workers.search import cost_model, forked_steps
+from workers.search import cost_model, forked_steps, sampling
 from workers.search.candidates import Built, Candidate, Measurement, canonical_trace
 from workers.search.cost_model import CostModel, Sample
 from workers.search.forkserver import ChildError, ForkServer
@@ -144,7 +144,7 @@ def test_build_and_measure(server: ForkServer, host: Host, sampled: list[str], t
     again = server.call(forked_steps.featurize, host.target_json, [candidate], deadline_s=DEADLINE_S)
     assert np.array_equal(again[0], built.features)
     run_s = server.call(
-        forked_steps.measure, built, Measurement(repeat=4, min_repeat_s=0.001, threads=1), deadline_s=DEADLINE_S
+        sampling.measure, built, Measurement(repeat=4, min_repeat_s=0.001, threads=1), deadline_s=DEADLINE_S
     )
     assert len(run_s) == 4
     assert all(sample > 0 for sample in run_s)
@@ -157,7 +157,7 @@ def test_hopeless_candidate(server: ForkServer, host: Host, sampled: list[str], 
     )
     for hopeless_s, samples in ((1e-12, 1), (3600.0, 3), (None, 3)):
         measurement = Measurement(3, 0.001, 1)
-        assert len(server.call(forked_steps.measure, built, measurement, hopeless_s, deadline_s=DEADLINE_S)) == samples
+        assert len(server.call(sampling.measure, built, measurement, hopeless_s, deadline_s=DEADLINE_S)) == samples
 
 
 def test_samples_that_disagree() -> None:
@@ -165,7 +165,7 @@ def test_samples_that_disagree() -> None:
     order; samples that agree are enough."""
 
     def settle(*seconds: float) -> tuple[int, tuple[float, ...]]:
-        sampler = forked_steps._Sampler(None, [], [seconds[0]])
+        sampler = sampling._Sampler(None, [], [seconds[0]])
         while not sampler.is_settled(3, None):
             sampler.seconds.append(seconds[len(sampler.seconds)])
         return len(sampler.seconds), sampler.fastest(3)
@@ -179,7 +179,7 @@ def test_unscheduled(server: ForkServer, host: Host, tmp_path: Path) -> None:
     """The empty trace is the computation as it is: a candidate like any other."""
     candidate = Candidate(matmul(), "[[],[]]")
     built = server.call(forked_steps.build, host.target_json, candidate, str(tmp_path), deadline_s=DEADLINE_S)
-    assert server.call(forked_steps.measure, built, Measurement(2, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
+    assert server.call(sampling.measure, built, Measurement(2, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
 
 
 def test_measure_in_turn(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_measure_in_turn(server: ForkServer, host: Host, sampled: list[str], tmp
         server.call(forked_steps.build, host.target_json, Candidate(workload, trace), str(tmp_path), deadline_s=60)
         for workload, trace in ((matmul(), sampled[0]), (matmul(256, 256, 256), "[[],[]]"))
     ]
-    small, large = server.call(forked_steps.measure_in_turn, built, Measurement(5, 0.001, 1), deadline_s=DEADLINE_S)
+    small, large = server.call(sampling.measure_in_turn, built, Measurement(5, 0.001, 1), deadline_s=DEADLINE_S)
     assert (len(small), len(large)) == (5, 5)
     assert 20 * min(small) < min(large)
 
@@ -209,7 +209,7 @@ def test_packed_weights_are_measured_as_packed(server: ForkServer, host: Host, t
     assert shapes[1] != (32, 32)
     assert built.weights == (1,)
     assert int(np.prod(shapes[1])) == 32 * 32
-    assert server.call(forked_steps.measure, built, Measurement(1, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
+    assert server.call(sampling.measure, built, Measurement(1, 0.001, 1), deadline_s=DEADLINE_S)[0] > 0
 
 
 def test_trace_of_another_computation(server: ForkServer, host: Host, sampled: list[str], tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_trace_of_another_computation(server: ForkServer, host: Host, sampled: l
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int8", "uint8", "bool"])
 def test_random_tensor(dtype: str, host: Host) -> None:
     """Arguments are floats in [0, 1) and integers that are valid as an index into anything."""
-    array: Any = forked_steps.random_tensor(np.random.default_rng(0), dtype, (5, 7)).numpy()
+    array: Any = sampling.random_tensor(np.random.default_rng(0), dtype, (5, 7)).numpy()
     assert (str(array.dtype), array.shape) == (dtype, (5, 7))
     if dtype.startswith("float"):
         assert 0 <= array.min() < array.max() <= 1
@@ -250,12 +250,12 @@ def test_memory_over_many_builds(server: ForkServer, host: Host, sampled: list[s
 
 def test_weights_are_read_from_other_memory_in_each_call() -> None:
     """A kernel's weights come from another copy in each of the calls that are timed, its data always from the same."""
-    forked_steps.fill_pool(str(1 << 20))
+    sampling.fill_pool(str(1 << 20))
     built = Built(
         "unused.so", (("float32", (4, 8)), ("float32", (8, 1024)), ("float32", ()), ("float32", (4, 1024))), None,
         weights=(1, 2),
     )  # fmt: skip
-    turns = forked_steps._arguments(built, np.random.default_rng(0))
+    turns = sampling._arguments(built, np.random.default_rng(0))
     assert [argument.shape for argument in turns[0]] == [(4, 8), (8, 1024), (), (4, 1024)]
     assert len(turns) == (1 << 20) // (8 * 1024 * 4 + 64)
     addresses = [np.from_dlpack(turn[1]).ctypes.data for turn in turns]

@@ -1,4 +1,7 @@
-"""The local builder and runner: failures become values that say what went wrong, one candidate's is nobody else's."""
+"""Builder and runners: failures become values that say what went wrong, one candidate's is nobody else's.
+
+What is asked of runners is asked of each: of this machine's, and of that for boards, with this machine as the board.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.workers.conftest import Host
+from tests.workers.lending import lent_board
 from tests.workers.search.samples import CPU, double, matmul
 from tuning_db.trials import Failed, FailureKind, Measured
+from workers.devices.tracker import Boards
 from workers.search import forked_steps, intrinsics
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer, ServerDied
-from workers.search.lanes import LocalBuilder, LocalRunner
+from workers.search.lanes import LocalBuilder, LocalRunner, Runner
+from workers.search.rpc_lane import RpcRunner
 from workers.search.space import Space
 
 QUICK = Measurement(repeat=2, min_repeat_s=0.001, threads=1)
@@ -30,21 +36,47 @@ def candidates(server: ForkServer, host: Host) -> list[Candidate]:
     return [Candidate(matmul(), trace) for trace in traces]
 
 
+@pytest.fixture(scope="module")
+def boards() -> Iterator[Boards]:
+    with lent_board("lanes") as tracker:
+        yield Boards(tracker, "lanes")
+
+
+MakeRunner = Callable[[float], Runner]
+
+
+@pytest.fixture(params=["local", "rpc"])
+def make_runner(request: pytest.FixtureRequest, server: ForkServer, host: Host) -> MakeRunner:
+    """A runner with so many seconds for a candidate."""
+    if request.param == "local":
+        return lambda timeout_s: LocalRunner(server, QUICK, timeout_s=timeout_s)
+    boards: Boards = request.getfixturevalue("boards")
+    return lambda timeout_s: RpcRunner(server, boards, host.identity, QUICK, timeout_s=timeout_s)
+
+
+def run(runner: Runner, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
+    [outcome] = runner.run_all([(built, hopeless_s)])
+    return outcome
+
+
 @pytest.fixture
 def builder(server: ForkServer, host: Host) -> Iterator[LocalBuilder]:
     with LocalBuilder(server, host.target_json, workers=2, timeout_s=120) as builder:
         yield builder
 
 
-def test_build_and_run(server: ForkServer, builder: LocalBuilder, candidates: list[Candidate]) -> None:
-    """Results come in the order of the candidates, and a library is gone once it was removed."""
+def test_build_and_run(make_runner: MakeRunner, builder: LocalBuilder, candidates: list[Candidate]) -> None:
+    """Results come in the order of the candidates, and a library is gone once it was removed. One that is hopeless is
+    sampled once."""
     results = builder.build(candidates)
     assert len(results) == len(candidates)
-    runner = LocalRunner(server, QUICK, timeout_s=60)
+    runner = make_runner(60)
+    outcomes = runner.run_all([(built, 0.0) for built in results if isinstance(built, Built)])
+    assert [len(outcome.run_s) for outcome in outcomes if isinstance(outcome, Measured)] == [1] * len(candidates)
     for candidate, built in zip(candidates, results, strict=True):
         assert isinstance(built, Built)
         assert candidate.digest[:20] in built.library
-        outcome = runner.run(built)
+        outcome = run(runner, built)
         assert isinstance(outcome, Measured)
         assert len(outcome.run_s) == 2
         builder.remove(built)
@@ -52,11 +84,11 @@ def test_build_and_run(server: ForkServer, builder: LocalBuilder, candidates: li
     assert builder.build([]) == []
 
 
-def test_compare(server: ForkServer, builder: LocalBuilder, candidates: list[Candidate]) -> None:
+def test_compare(make_runner: MakeRunner, builder: LocalBuilder, candidates: list[Candidate]) -> None:
     """Candidates that are compared get one outcome each; that one of them cannot be run is a failure of the
     comparison, not an exception."""
     built = [b for b in builder.build(candidates[:3]) if isinstance(b, Built)]
-    runner = LocalRunner(server, QUICK, timeout_s=60)
+    runner = make_runner(60)
     outcomes = runner.compare(built)
     assert isinstance(outcomes, list)
     assert [len(outcome.run_s) for outcome in outcomes] == [2, 2, 2]
@@ -130,27 +162,27 @@ def library(folder: Path, start: str) -> Built:
     ],
 )
 def test_candidate_that_breaks_its_process(
-    start: str, kind: FailureKind, message: str, server: ForkServer, tmp_path: Path
+    start: str, kind: FailureKind, message: str, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """A candidate that crashes, leaves or hangs is a failure with its reason."""
     built = library(tmp_path, start)
-    assert LocalRunner(server, QUICK, timeout_s=1).run(built) == Failed(kind, message)
+    assert run(make_runner(1), built) == Failed(kind, message)
 
 
-def test_library_without_a_kernel(server: ForkServer, tmp_path: Path) -> None:
+def test_library_without_a_kernel(make_runner: MakeRunner, tmp_path: Path) -> None:
     """A library that loads but has nothing to run is an error with its message."""
-    outcome = LocalRunner(server, QUICK, timeout_s=60).run(library(tmp_path, ""))
+    outcome = run(make_runner(60), library(tmp_path, ""))
     assert isinstance(outcome, Failed)
     assert outcome.kind is FailureKind.RUN_ERROR
     assert "main" in outcome.message
 
 
-def test_file_that_is_no_library(server: ForkServer, tmp_path: Path) -> None:
+def test_file_that_is_no_library(make_runner: MakeRunner, tmp_path: Path) -> None:
     """A damaged library, or one that is missing, is an error with its message."""
     path = tmp_path / "candidate.so"
     path.write_bytes(b"not a library")
-    for _ in range(2):
-        outcome = LocalRunner(server, QUICK, timeout_s=60).run(Built(str(path), (), None))
+    for name in ("candidate.so", "missing-candidate.so"):
+        outcome = run(make_runner(60), Built(str(path.with_name(name)), (), None))
         assert isinstance(outcome, Failed)
         assert outcome.kind is FailureKind.RUN_ERROR
         assert "candidate.so" in outcome.message

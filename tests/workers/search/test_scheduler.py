@@ -172,8 +172,12 @@ class ValueRunner:
     ran: list[str] = field(default_factory=list)
     hopeless: list[float | None] = field(default_factory=list)
     compared: list[list[str]] = field(default_factory=list)
+    at_once: int = 1
 
-    def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
+    def run_all(self, wanted: Sequence[tuple[Built, float | None]]) -> list[Measured | Failed]:
+        return [self.run(built, hopeless_s) for built, hopeless_s in wanted]
+
+    def run(self, built: Built, hopeless_s: float | None) -> Measured | Failed:
         workload, trace = built.library.split(" ", 1)
         self.ran.append(trace)
         self.hopeless.append(hopeless_s)

@@ -1,0 +1,136 @@
+"""TVM's RPC server on a board, with the board's own probe and steps: `python -m workers.devices.board_server`, by the
+agent.
+
+Ends when its listener has ended, so that the agent sees it. Sessions see nothing outside their own folder by TVM's file
+functions; code that they run sees what this user may see. A session ends with its client, whatever runs in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tuning_db.keys import to_json
+from workers.devices.local_cpu import read_facts
+from workers.processes import die_with_parent
+
+#: The packed function that tells who and how the board is, as JSON: `probe` says what.
+PROBE: Final = "tunery.board.probe"
+#: What a worker and a board must agree on: it grows when the probe, a step (`board_steps`) or its arguments change.
+PROTOCOL: Final = 1
+
+
+def probe(root: Path = Path("/")) -> dict[str, Any]:
+    """Who this board is and how it is now: `facts`, which the worker judges (`identity.CpuFacts` as JSON), `governor`
+    of its clocks, `temperature_c` of its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work. None
+    is what the kernel does not tell. And `protocol`, which is `PROTOCOL`.
+    """
+    disk = os.statvfs(Path.cwd())
+    return {
+        "protocol": PROTOCOL,
+        "facts": to_json(read_facts()),
+        "governor": governor(root / "sys/devices/system/cpu"),
+        "temperature_c": temperature_c(root / "sys/class/thermal"),
+        "free_memory_bytes": _free_memory_bytes(root / "proc/meminfo"),
+        "free_disk_bytes": disk.f_bavail * disk.f_frsize,
+    }
+
+
+def governor(folder: Path) -> str | None:
+    """What governs the clocks of all processors: one word, or several with commas where they differ."""
+    found = {path.read_text().strip() for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    return ",".join(sorted(found)) or None
+
+
+def temperature_c(folder: Path) -> float | None:
+    """Degrees Celsius of the hottest thermal zone."""
+    found = []
+    for path in folder.glob("thermal_zone*/temp"):
+        try:
+            found.append(int(path.read_text()) / 1000)
+        except (OSError, ValueError):  # a sensor that is switched off
+            continue
+    return max(found, default=None)
+
+
+def _free_memory_bytes(path: Path) -> int:
+    """What programs can have without swapping."""
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{path} has no MemAvailable")
+
+
+def confine(folder: Any) -> None:
+    """Have TVM's temporary `folder` refuse names that lead out of it: its server would follow them."""
+    root = Path(folder.temp_dir).resolve()
+
+    def relpath(name: str) -> str:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise ValueError(f"{name!r} leaves the folder of this session")
+        return str(path)
+
+    folder.relpath = relpath
+
+
+def end_with_client(connection: Any) -> None:
+    """Have this process end, from now on, when the other side of the socket hangs up: a kernel that never ends would
+    keep the board from everybody else."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-client", daemon=True).start()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parent, tracker_host, tracker_port, key, host, port, address = arguments
+    die_with_parent(int(parent))
+    import tvm_ffi
+    from tvm.rpc import server
+
+    from workers.devices import board_steps
+    from workers.search import sampling
+
+    tvm_ffi.register_global_func(PROBE, lambda: json.dumps(probe()))
+    tvm_ffi.register_global_func(board_steps.RUN_STEP, board_steps.run_step)
+    sampling.fill_pool(str(board_steps.POOL_BYTES))
+    # TVM forks each session, from a thread that waits for it: no child may outlive who forked it.
+    forking = [os.getpid()]
+
+    def remember() -> None:
+        forking[0] = os.getpid()
+
+    os.register_at_fork(before=remember, after_in_child=lambda: die_with_parent(forking[0]))
+    make_environment, serve = server._server_env, server._serve_loop
+
+    def make_confined(load_library: str | None, work_path: Any) -> Any:
+        confine(work_path)
+        return make_environment(load_library, work_path)
+
+    def serve_watched(connection: Any, load_library: str | None, work_path: Any) -> None:
+        end_with_client(connection)
+        serve(connection, load_library, work_path)
+
+    server._server_env = make_confined
+    server._serve_loop = serve_watched
+    state = server.PopenRPCServerState(
+        host, int(port), int(port) + 100, False, (tracker_host, int(tracker_port)), key, None, address or None
+    )
+    state.thread.join()
+    # Exit handlers would wait for a session that hangs.
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

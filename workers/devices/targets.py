@@ -1,0 +1,89 @@
+"""The TVM target of a device's identity, checked against what LLVM says that it would do with it.
+
+LLVM assumes features of a CPU model that a virtual machine may hide: the target takes those away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tuning_db.keys import DeviceIdentity, canonical_json
+from workers.devices.identity import AARCH64_FEATURES, X86_FEATURES, UnusableDevice
+from workers.linker import arch_of, triple_of
+
+#: What every GPU since compute capability 5.0 grants a block without being asked (CUDA C++ Programming Guide,
+#: "Technical Specifications per Compute Capability"): MetaSchedule refuses a target that does not tell.
+_CUDA_LIMITS: Final = {
+    "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "registers_per_block": 65536,
+    "thread_warp_size": 32,
+}  # fmt: skip
+
+
+def target_of(identity: DeviceIdentity, mcpu: str) -> str:
+    """Canonical JSON of the TVM target for this identity, with LLVM's model `mcpu`, corrected to the real features.
+
+    Raises UnusableDevice when LLVM does not know `mcpu` or a feature. A wrong name would be a warning on stderr and a
+    slower library otherwise.
+    """
+    import tvm
+    from tvm.target import codegen
+
+    triple = triple_of(identity.arch)
+    base: dict[str, Any] = {"kind": "llvm", "mtriple": triple, "mcpu": mcpu, "num-cores": identity.cores}
+    probe = tvm.target.Target({"kind": "llvm", "mtriple": triple})
+    if mcpu not in {str(name) for name in codegen.llvm_get_cpu_archlist(probe)}:
+        raise UnusableDevice(f"LLVM {codegen.llvm_version_major()} does not know the CPU {mcpu!r} for {triple}")
+    assumed = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(base))}
+    table = X86_FEATURES if identity.arch == "x86_64" else AARCH64_FEATURES
+    # A feature that LLVM cannot spell is not asked for, and one that it assumes of the model but is hidden is denied.
+    present = set(identity.features)
+    attributes = [f"+{name}" for name in sorted(present - assumed) if _is_known(base, name)]
+    attributes += [f"-{name}" for name in sorted((assumed & set(table)) - present)]
+    if attributes:
+        base["mattr"] = attributes
+    target = tvm.target.Target(base)
+    settled = {str(name) for name in codegen.llvm_get_cpu_features(target)}
+    hidden = settled & set(table) - present
+    if hidden:
+        raise UnusableDevice(f"LLVM would use {', '.join(sorted(hidden))}, which this CPU does not report")
+    return canonical_json(base).decode()
+
+
+def beyond(target_json: str, identity: DeviceIdentity) -> tuple[str, ...]:
+    """What code for this target may use, by LLVM's word, that the CPU does not report; its architecture, if that is
+    another one. Empty for code that runs there."""
+    import tvm
+    from tvm.target import codegen
+
+    arch = arch_of(target_json)
+    if arch != identity.arch:
+        return (arch,)
+    table = X86_FEATURES if arch == "x86_64" else AARCH64_FEATURES
+    used = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(json.loads(target_json)))}
+    return tuple(sorted(used & set(table) - set(identity.features)))
+
+
+def _is_known(base: Mapping[str, Any], feature: str) -> bool:
+    import tvm
+    from tvm.target import codegen
+
+    with_feature = tvm.target.Target({**base, "mattr": [f"+{feature}"]})
+    return feature in {str(name) for name in codegen.llvm_get_cpu_features(with_feature)}
+
+
+def gpu_target_of(identity: DeviceIdentity, host: str) -> str:
+    """Canonical JSON of the TVM target of a GPU. `host`: the target, as canonical JSON, of the CPU that it sits beside.
+
+    Raises UnusableDevice when LLVM's NVPTX does not know the architecture, which TVM itself would take unseen.
+    """
+    import tvm
+    from tvm.target import codegen
+
+    known = codegen.llvm_get_cpu_archlist(tvm.target.Target({"kind": "llvm", "mtriple": "nvptx64-nvidia-cuda"}))
+    if identity.arch not in {str(name) for name in known}:
+        raise UnusableDevice(f"LLVM {codegen.llvm_version_major()} does not know the GPU architecture {identity.arch}")
+    target = {"kind": "cuda", "arch": identity.arch, **_CUDA_LIMITS, "host": json.loads(host)}
+    tvm.target.Target(target)
+    return canonical_json(target).decode()

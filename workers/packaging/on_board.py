@@ -1,0 +1,91 @@
+"""Runs and times the libraries of a finished job on a board, from a process that may be killed."""
+
+from __future__ import annotations
+
+import io
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuning_db.keys import DeviceIdentity, Json
+from workers.devices.board_session import CONNECT_S, Session, import_client
+from workers.devices.targets import beyond
+from workers.devices.tracker import Boards, Tracker
+from workers.packaging.running import Ran
+from workers.search.forkserver import ChildFailed
+
+
+@dataclass(frozen=True, slots=True)
+class OnBoard:
+    """The boards of a device, any of which will do, and what was compiled for them."""
+
+    tracker: str  #: HOST:PORT
+    key: str
+    device: Mapping[str, Json]  #: their identity, as JSON
+    target: str  #: of the libraries, as JSON
+    timeout_s: float  #: seconds that everything together may take there
+    patience_s: float  #: for a board to be free
+    #: Run what the target says that the board cannot run, which ends the step on the board and nothing else.
+    force: bool = False
+
+
+class LibraryRefused(Exception):
+    """A library did not run, or was not let run. The message says what happened and why."""
+
+
+def run_on_board(
+    board: OnBoard, libraries: Mapping[str, str], examples: Sequence[Sequence[NDArray[Any]]], threads: int, rounds: int,
+    min_sample_s: float,
+) -> Ran:  # fmt: skip
+    """Each library, by label a path, on each of `examples`, arrays in the model's order; then all timed in turns.
+
+    Raises LibraryRefused, DeviceLost when no board serves in time, and whatever TVM raises of a board that is lost.
+    The process ends of SIGALRM if the board does not answer.
+    """
+    import_client()
+    lease = Boards(Tracker.parse(board.tracker), board.key, board.patience_s).request()
+    # A board that is frozen never answers, and TVM's client waits for ever.
+    signal.setitimer(signal.ITIMER_REAL, CONNECT_S)
+    session = Session(lease, timeout_s=board.timeout_s)
+    identity = DeviceIdentity.from_json(board.device)
+    session.expect(identity)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    lacking = ", ".join(beyond(board.target, identity))
+    if lacking and not board.force:
+        raise LibraryRefused(f"refused before it ran: its target may use {lacking}, which {identity.name} has not")
+    inputs = [f"in{number}.npz" for number in range(len(examples))]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arrays in zip(inputs, examples, strict=True):
+            np.savez(Path(folder) / name, *arrays)
+            session.upload(Path(folder) / name, name)
+    on_board = {label: f"{label}.so" for label in libraries}
+    deadline_s = board.timeout_s / (len(on_board) + 1)
+    outputs = {}
+    for label, path in libraries.items():
+        session.upload(path, on_board[label])
+        results = [f"{label}-out{number}.npz" for number in range(len(examples))]
+        try:
+            session.run("infer", [on_board[label], inputs, results, threads], deadline_s=deadline_s)
+        except ChildFailed as failure:
+            why = f"; its target may use {lacking}, which the board has not" if lacking else ""
+            raise LibraryRefused(f"the {label} library on {identity.name}: {failure}{why}") from None
+        outputs[label] = [_arrays(session.download(result)) for result in results]
+    try:
+        arguments = [on_board, inputs[0], threads, rounds, min_sample_s]
+        samples = session.run("time_libraries", arguments, deadline_s=deadline_s)
+    except ChildFailed as failure:
+        raise LibraryRefused(f"timing the libraries on {identity.name}: {failure}") from None
+    session.close()
+    return Ran(outputs, samples)
+
+
+def _arrays(npz: bytes) -> list[NDArray[Any]]:
+    """What `np.savez` was given."""
+    with np.load(io.BytesIO(npz)) as arrays:
+        return [arrays[f"arr_{number}"] for number in range(len(arrays.files))]

@@ -1,0 +1,90 @@
+"""Runs and times libraries of whole models, on a worker or on a board. Needs TVM's runtime alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+#: Seconds that are spent on timing one library, once there are this many samples.
+_ENOUGH_S: Final = 8.0
+_FEWEST: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What libraries did, by label."""
+
+    outputs: Mapping[str, list[list[NDArray[Any]]]]  #: of each example
+    samples_s: Mapping[str, list[float]]  #: seconds of one inference
+
+
+def set_threads(threads: int) -> None:
+    """How many threads TVM's kernels run in. Before the first of them: it is read when TVM starts its threads.
+
+    Without it TVM takes OpenMP's number, or half of the cores, and would be timed on fewer cores than ONNX Runtime.
+    """
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    # Bound to cores, TVM's threads would wait for whatever else runs there; ONNX Runtime's are not bound either.
+    os.environ["TVM_BIND_THREADS"] = "0"
+
+
+def load_library(path: str) -> Callable[..., Any]:
+    """The model's function of a library, on the CPU of this machine."""
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    function: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())["main"]
+    return function
+
+
+def outputs_of(result: Any) -> list[NDArray[Any]]:
+    """What a model's function answers, as arrays: it returns one tensor, or several."""
+    return [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
+
+
+def time_in_turns(
+    callers: Mapping[str, Callable[[], object]],
+    rounds: int,
+    min_sample_s: float,
+    *,
+    rested: Collection[str] = (),
+) -> dict[str, list[float]]:
+    """Seconds of one call of each, `rounds` samples, each sample long enough to be measured, all taking turns.
+
+    Those `rested` begin when the threads of whoever was before them have gone to sleep. Who has taken `_ENOUGH_S` sits
+    out the later rounds: a model that takes seconds before it is tuned would keep the others waiting.
+    """
+    counts = {}
+    for label, call in callers.items():
+        call()
+        start_s = time.perf_counter()
+        call()
+        counts[label] = max(1, int(min_sample_s / max(time.perf_counter() - start_s, 1e-7)))
+    samples: dict[str, list[float]] = {label: [] for label in callers}
+    for _ in range(rounds):
+        for label, call in callers.items():
+            if len(samples[label]) >= _FEWEST and sum(samples[label]) * counts[label] > _ENOUGH_S:
+                continue
+            if label in rested:
+                wait_until_idle()
+            start_s = time.perf_counter()
+            for _ in range(counts[label]):
+                call()
+            samples[label].append((time.perf_counter() - start_s) / counts[label])
+    return samples
+
+
+def wait_until_idle(timeout_s: float = 1.0) -> None:
+    """Sleep until the threads of this process are asleep too: TVM's look for work for a fifth of a second after each
+    inference, and would take a core from whoever is measured next."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        before_s = time.process_time()
+        time.sleep(0.02)
+        if time.process_time() - before_s < 0.002:
+            return
