@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Final
 
@@ -64,6 +65,14 @@ def current() -> Toolchain:
         llvm=str(codegen.llvm_version_major()),
         pipeline=PIPELINE,
     )
+
+
+def current_gpu() -> Toolchain:
+    """The toolchain for keys of GPUs. Imports TVM. NvrtcMissing without the extra `cuda`."""
+    from workers.graph.gpu import PIPELINE
+    from workers.packaging import nvrtc
+
+    return replace(current(), pipeline=PIPELINE, cuda=nvrtc.version())
 
 
 def _matches(version: str | None, wanted: str) -> bool:

@@ -13,7 +13,6 @@ import tvm_ffi
 from tvm import relax
 from tvm.relax import dpl
 
-from workers.graph.memory import PlaceIntermediates
 from workers.graph.quantized import FoldConstants
 
 PIPELINE: Final = "cpu-blocked-4"
@@ -95,8 +94,8 @@ def pack_weights() -> tvm.transform.Pass:
     )
 
 
-def lower_to_vm(place: PlaceIntermediates) -> tvm.transform.Pass:
-    """From call_tir to the virtual machine's instructions, memory planned by `place`."""
+def lower_to_vm(place: tvm.transform.Pass) -> tvm.transform.Pass:
+    """From call_tir to the virtual machine's instructions, memory planned by the pass `place`."""
     return tvm.transform.Sequential(
         [
             relax.transform.RewriteDataflowReshape(),

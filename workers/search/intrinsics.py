@@ -26,8 +26,11 @@ def preload(module: str) -> tuple[str, ...]:
     return (f"{__name__}:use_only:{module}", f"workers.search.sampling:fill_pool:{POOL_BYTES}")
 
 
-def use_only(module: str) -> None:
-    """Load `module` ("x86", "arm_cpu", "cuda", …) alone. Does nothing if the package was imported already."""
+def use_only(*modules: str) -> None:
+    """Load `modules` ("x86", "arm_cpu", "cuda", …) alone; another one is loaded by whoever imports it by its name.
+
+    Does nothing if the package was imported already.
+    """
     if _NAME in sys.modules:
         return
     import tvm.s_tir
@@ -36,4 +39,5 @@ def use_only(module: str) -> None:
     package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
     sys.modules[_NAME] = package
     tvm.s_tir.tensor_intrin = package
-    importlib.import_module(f"{_NAME}.{module}")
+    for module in modules:
+        importlib.import_module(f"{_NAME}.{module}")

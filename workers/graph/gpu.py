@@ -1,0 +1,134 @@
+"""The graph pipeline for GPUs: numbers in half precision where that is asked for, and a schedule for every kernel.
+
+Follows `workers.graph.pipeline.simplify`. No layout is changed and nothing is tuned: each kernel gets the schedule that
+TVM's own rules give it. `PIPELINE` names these passes in every key: change one, its order or its options, and count
+the version up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.s_tir import dlight
+
+from tuning_db.errors import BuildFailed
+from workers.graph.pipeline import MergeReshapes
+from workers.search import intrinsics
+
+PIPELINE: Final = "gpu-default-1"
+
+#: Operators that would follow their inputs into half precision, and do not: their results leave its range (beyond
+#: 65504, or below 6e-5), or they sum so many numbers that the sum does. Softmax, sums and means never follow.
+FLOAT32: Final = (
+    "exp", "log", "power", "square", "sqrt", "rsqrt", "cosh", "sinh",
+    "nn.layer_norm", "nn.group_norm", "nn.instance_norm", "nn.rms_norm",
+    "nn.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d",
+    "nn.adaptive_avg_pool1d", "nn.adaptive_avg_pool2d", "nn.adaptive_avg_pool3d",
+)  # fmt: skip
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_NEVER: Final = 2  #: TVM's MixedPrecisionPolicyKind::kNever
+
+
+def pass_context(opt_level: int = 3) -> Any:
+    """The options that every build of this pipeline uses."""
+    return tvm.transform.PassContext(opt_level=opt_level)
+
+
+def half_precision() -> tvm.transform.Pass:
+    """Convolutions and matrix products on float16, summed in float32; what follows them in float16, but `FLOAT32`.
+
+    Weights become float16. Inputs and outputs of the model keep their types.
+    """
+    _keep_in_float32()
+    return tvm.transform.Sequential(
+        [
+            relax.transform.ConvertToDataflow(),
+            relax.transform.ToMixedPrecision(out_dtype="float32"),
+            relax.transform.EliminateCommonSubexpr(),
+            relax.transform.FoldConstant(),
+            relax.transform.DeadCodeElimination(),
+        ],
+        name="half-precision",
+    )
+
+
+def lower_operators() -> tvm.transform.Pass:
+    """Operators to loops, fused, each kernel with TVM's default schedule for a GPU. Runs within the GPU's target.
+
+    BuildFailed, while it runs, if a kernel is one that no rule schedules.
+    """
+    # Rules for tensor cores would else import the intrinsics of every device.
+    intrinsics.use_only()
+    gpu = dlight.gpu
+    return tvm.transform.Sequential(
+        [
+            MergeReshapes(),
+            relax.transform.DeadCodeElimination(),
+            relax.backend.DispatchSampling(),
+            relax.backend.DispatchSortScan(),
+            relax.transform.LegalizeOps(),
+            relax.transform.AnnotateTIROpPattern(),
+            relax.transform.FoldConstant(),
+            relax.transform.FuseOps(),
+            relax.transform.FuseTIR(),
+            relax.transform.DeadCodeElimination(),
+            NamesOfC(),
+            dlight.ApplyDefaultSchedule(
+                gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
+            ),
+            AllScheduled(),
+        ],
+        name=PIPELINE,
+    )
+
+
+@tvm.transform.module_pass(opt_level=0, name="NamesOfC")
+class NamesOfC:
+    """Kernels call their parameters by names that CUDA can spell: they have those of the model's inputs, "data:0"."""
+
+    def transform_module(self, module: tvm.ir.IRModule, _context: Any) -> tvm.ir.IRModule:
+        for variable, function in module.functions.items():
+            if isinstance(function, tvm.tirx.PrimFunc):
+                renamed = {
+                    parameter: tvm.tirx.decl_buffer(
+                        list(parameter.ty.shape), str(parameter.ty.dtype), name=f"input_{index}"
+                    )
+                    for index, parameter in enumerate(function.params)
+                    if isinstance(parameter.ty, tvm.tirx.BufferType) and not _IDENTIFIER.fullmatch(parameter.name)
+                }
+                if renamed:
+                    module[variable] = _with_variables(function, renamed)
+        return module
+
+
+def _with_variables(function: tvm.tirx.PrimFunc, renamed: Mapping[Any, Any]) -> tvm.tirx.PrimFunc:
+    return tvm_ffi.structural_map(function, (tvm.ir.Var, lambda variable: renamed.get(variable, variable)))
+
+
+@tvm.transform.module_pass(opt_level=0, name="AllScheduled")
+class AllScheduled:
+    """Changes nothing. A kernel without a schedule would run on the host, with the device's addresses."""
+
+    def transform_module(self, module: tvm.ir.IRModule, _context: Any) -> tvm.ir.IRModule:
+        left = sorted(
+            variable.name_hint
+            for variable, function in module.functions.items()
+            if isinstance(function, tvm.tirx.PrimFunc)
+            and not (function.attrs and function.attrs.get("tirx.is_scheduled"))
+        )
+        if left:
+            raise BuildFailed(f"TVM's rules schedule no such kernel for a GPU: {', '.join(left[:3])}")
+        return module
+
+
+@lru_cache(maxsize=1)
+def _keep_in_float32() -> None:
+    """TVM asks an operator itself; level 11 is above what TVM set."""
+    for name in FLOAT32:
+        tvm.ir.Op.get(f"relax.{name}").set_attr("TMixedPrecisionPolicy", _NEVER, 11)

@@ -1,0 +1,118 @@
+"""Compiles a module for a GPU into the library that users fetch, machine code for exactly that GPU inside.
+
+Needs no GPU and no driver, and does the same with them: TVM hands over the kernels' CUDA source, NVRTC compiles it, and
+what was linked is read back before anyone gets it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.support import cc
+
+from tuning_db.errors import BuildFailed
+from workers.graph import gpu, pipeline
+from workers.packaging import device_code, nvrtc
+from workers.said import last_line
+
+#: Host architecture → the compiler that links for it elsewhere.
+_CROSS_LINKERS: Final = {"aarch64": "aarch64-linux-gnu-gcc"}
+
+
+def lower(module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, opt_level: int = 3) -> tvm.ir.IRModule:
+    """An imported module as scheduled GPU kernels, in half precision or as it is.
+
+    BuildFailed if that would change the types of the model's outputs, or if a kernel is one that no rule schedules.
+    """
+    with target, gpu.pass_context(opt_level):
+        module = pipeline.simplify()(module)
+        if half:
+            outputs = module["main"].ret_ty
+            module = gpu.half_precision()(module)
+            if not tvm_ffi.structural_equal(module["main"].ret_ty, outputs):
+                raise BuildFailed("half precision would change the types of the model's outputs")
+        return gpu.lower_operators()(module)
+
+
+def compile_library(
+    module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False
+) -> tuple[device_code.Cubin, ...]:
+    """Compile what `lower` returned, and link; returns the machine code inside, which is for the target's arch alone.
+
+    BuildFailed if NVRTC is missing, does not know the arch or refuses a kernel, if the host's linker is missing, or if
+    the library would hold anything but machine code for that arch. No file is left at `path` then.
+    """
+    arch = str(target.attrs["arch"])
+    linker = _linker(target)
+    nvrtc.check(arch)
+    try:
+        with source_only(), target, gpu.pass_context():
+            executable = relax.build(
+                module, target, relax_pipeline=pipeline.lower_to_vm(relax.transform.StaticPlanBlockMemory())
+            )
+        sources = list(_sources(executable.mod))
+        if not sources:
+            raise BuildFailed("the model has no kernel that runs on a GPU")
+        cubins = {source: nvrtc.compile_source(source, arch, fast_math=fast_math) for source in sources}
+
+        def link(output: str, objects: Sequence[str], **_options: Any) -> None:
+            for file in objects:
+                _with_machine_code(Path(file), cubins)
+            cc.create_shared(output, list(objects), cc=linker)
+
+        executable.export_library(str(path), fcompile=link)
+        return device_code.check(path, arch)
+    except BuildFailed:
+        path.unlink(missing_ok=True)
+        raise
+    except Exception as error:  # LLVM, the linker and every pass raise their own
+        path.unlink(missing_ok=True)
+        raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
+
+
+@contextmanager
+def source_only() -> Iterator[None]:
+    """Keep TVM from compiling kernels itself, as it does where it finds a driver, by whatever compiler is there."""
+    name = "TVM_COMPILE_FORCE_FALLBACK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _sources(module: Any) -> Iterator[str]:
+    """CUDA source of every GPU module below `module`."""
+    if module.kind == "cuda":
+        yield str(module.inspect_source("cuda"))
+    for imported in module.imports:
+        yield from _sources(imported)
+
+
+def _with_machine_code(file: Path, cubins: Mapping[str, bytes]) -> None:
+    """Mend the object that embeds modules."""
+    if file.name == "devc.o":
+        file.write_bytes(device_code.replace_source(file.read_bytes(), cubins))
+
+
+def _linker(target: tvm.target.Target) -> str | None:
+    """The compiler that links for the GPU's host; None, which is TVM's own choice, for this machine's kind."""
+    arch = str(target.host.attrs["mtriple"]).split("-")[0]
+    if arch == os.uname().machine:
+        return None
+    linker = _CROSS_LINKERS.get(arch)
+    if linker is None or shutil.which(linker) is None:
+        raise BuildFailed(f"this machine cannot link for {arch}; install {linker or 'a compiler for it'}")
+    return linker
