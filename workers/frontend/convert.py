@@ -34,6 +34,7 @@ _CPU_S: Final = 900
 #: The package by which each extra shows that it is installed.
 _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": ("torch", "onnxscript", "onnxruntime"),
+    "tensorflow": ("tensorflow", "tf2onnx", "ai_edge_litert", "onnxruntime"),
 }
 
 
@@ -73,9 +74,31 @@ def _from_torch(path: Path, target: Path) -> None:
     from_torch.convert(path, target)
 
 
+def _from_tflite(path: Path, target: Path) -> None:
+    from workers.frontend import from_tensorflow
+
+    from_tensorflow.convert_tflite(path, target)
+
+
+def _from_saved_model(path: Path, target: Path) -> None:
+    from workers.frontend import from_tensorflow
+
+    from_tensorflow.convert_saved_model(path, target)
+
+
+def _from_keras(path: Path, target: Path) -> None:
+    from workers.frontend import from_tensorflow
+
+    from_tensorflow.convert_keras(path, target)
+
+
 #: By format. Each imports its libraries when it is called: they take seconds, and may be missing.
 _CONVERTERS: Final[Mapping[str, Callable[[Path, Path], None]]] = {
     "pt2": _from_torch,
+    "tflite": _from_tflite,
+    "saved-model": _from_saved_model,
+    "keras": _from_keras,
+    "hdf5": _from_keras,
 }
 
 

@@ -47,10 +47,10 @@ _FROM_TORCH: Final = "send the ONNX file that torch.onnx.export(..., dynamo=True
 
 ONNX: Final = Format("onnx", "an ONNX model", "")
 PT2: Final = Format("pt2", "a PyTorch program of torch.export (.pt2)", _FROM_TORCH, "torch")
-TFLITE: Final = Format("tflite", "a TFLite model", _TO_ONNX)
-SAVED_MODEL: Final = Format("saved-model", "a TensorFlow SavedModel", _TO_ONNX)
-KERAS: Final = Format("keras", "a Keras model (.keras)", _TO_ONNX)
-HDF5: Final = Format("hdf5", "an HDF5 file, as Keras writes models (.h5)", _TO_ONNX)
+TFLITE: Final = Format("tflite", "a TFLite model", _TO_ONNX, "tensorflow")
+SAVED_MODEL: Final = Format("saved-model", "a TensorFlow SavedModel", _TO_ONNX, "tensorflow")
+KERAS: Final = Format("keras", "a Keras model (.keras)", _TO_ONNX, "tensorflow")
+HDF5: Final = Format("hdf5", "an HDF5 file, as Keras writes models (.h5)", _TO_ONNX, "tensorflow")
 FROZEN_GRAPH: Final = Format(
     "frozen-graph", "a TensorFlow graph", "convert it with tf2onnx, which wants to be told its inputs and outputs"
 )
@@ -65,7 +65,7 @@ STABLEHLO: Final = Format("stablehlo", "an MLIR module, as StableHLO is written"
 OPENVINO: Final = Format("openvino", "an OpenVINO model", "send the model that it was converted from")
 
 #: What `workers.frontend.convert` makes into ONNX.
-CONVERTED: Final = (PT2,)
+CONVERTED: Final = (PT2, TFLITE, SAVED_MODEL, KERAS, HDF5)
 
 
 def format_of(path: Path) -> Format:

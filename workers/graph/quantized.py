@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from tvm import relax
 from tvm.ir.expr import GenericConst
 
+from workers.graph.constants import FoldWithNumpy
+
 Array = NDArray[Any]
 
 #: What int8 lies below uint8.
@@ -111,7 +113,8 @@ class FoldConstants:
     """
 
     def transform_module(self, module: tvm.ir.IRModule, _context: Any) -> tvm.ir.IRModule:
-        fold = relax.transform.FoldConstant()
+        # The module is the same without the first: TVM compiles a kernel for each constant that it folds.
+        fold = tvm.transform.Sequential([FoldWithNumpy(), relax.transform.FoldConstant()])
         body = module["main"].body
         if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
             return fold(module)

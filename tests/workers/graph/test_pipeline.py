@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tvm
 import tvm_ffi
 from onnx import ModelProto, helper
+from tvm import relax
 
 from tests.workers.conftest import Host, lower, run_pipeline
 from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port
-from workers.graph import tasks
+from workers.graph import pipeline, tasks
+from workers.graph.constants import FoldWithNumpy
 
 
 def kernels(model: ModelProto, host: Host, folder: Path) -> list[tuple[str, int]]:
@@ -92,3 +96,40 @@ def test_same_model_same_module(host: Host, tmp_path: Path) -> None:
     assert [task.structural_hash for task in found[0]] == [task.structural_hash for task in found[1]]
     for one, two in zip(*found, strict=True):
         assert tvm_ffi.structural_equal(one.module, two.module)
+
+
+def test_numpy_folds_what_tvm_would_compile_kernels_for(host: Host, tmp_path: Path) -> None:
+    """Biases reshaped, weights transposed and scales multiplied at import are constants without TVM's folding, the very
+    same ones as with it."""
+    model = make_model(
+        [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=[1, 1, 1, 1]),
+            helper.make_node("GlobalAveragePool", ["c"], ["p"]),
+            helper.make_node("Flatten", ["p"], ["f"]),
+            helper.make_node("Gemm", ["f", "v", "d"], ["y"], transB=1, beta=0.3),
+        ],
+        [port("x", 1, 8, 6, 6)],
+        [port("y", 1, 4)],
+        {"w": normal(8, 8, 3, 3), "b": normal(8), "v": normal(4, 8), "d": normal(4)},
+    )
+    _, imported = lower(model, host, tmp_path)
+
+    def folded(fold: tvm.transform.Pass) -> tvm.ir.IRModule:
+        passes = [
+            relax.transform.DecomposeOpsForInference(), fold,
+            relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination(),
+        ]  # fmt: skip
+        with host.target, pipeline.pass_context():
+            return tvm.transform.Sequential(passes)(imported.module)
+
+    ours = folded(FoldWithNumpy())
+    called = Counter(
+        binding.value.op.name
+        for block in ours["main"].body.blocks
+        for binding in block.bindings
+        if isinstance(binding.value, relax.Call)
+    )
+    assert called["relax.permute_dims"] == called["relax.multiply"] == 0
+    assert called["relax.add"] == 2
+    assert called["relax.reshape"] <= 1, "of what Flatten reads"
+    assert tvm_ffi.structural_equal(ours, folded(relax.transform.FoldConstant()))

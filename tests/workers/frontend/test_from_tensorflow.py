@@ -1,0 +1,79 @@
+"""TFLite, SavedModel and Keras models made into ONNX, in the process that the API starts for that."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "tf2onnx", "ai_edge_litert")),
+    reason="TensorFlow is not installed; pip install '.[tensorflow]'",
+)
+
+#: Saves one model in every format, and one that runs its author's code.
+MODELS = """
+import shutil, sys
+import keras
+import tensorflow as tf
+
+folder = sys.argv[1]
+keras.utils.set_random_seed(0)
+image = keras.Input((12, 12, 3), name="image")
+hidden = keras.layers.Conv2D(8, 3, padding="same", activation="relu")(image)
+hidden = keras.layers.DepthwiseConv2D(3, strides=2, padding="same")(hidden)
+hidden = keras.layers.GlobalAveragePooling2D()(keras.layers.BatchNormalization()(hidden))
+model = keras.Model(image, keras.layers.Dense(5, name="scores")(hidden))
+model.save(f"{folder}/model.keras")
+model.save(f"{folder}/model.h5")
+model.export(f"{folder}/saved", format="tf_saved_model", verbose=False)
+shutil.make_archive(f"{folder}/saved", "zip", folder, "saved")
+converter = tf.lite.TFLiteConverter.from_saved_model(f"{folder}/saved")
+open(f"{folder}/model.tflite", "wb").write(converter.convert())
+own = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(lambda x: x + 1)])
+own.save(f"{folder}/lambda.keras")
+"""
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    run("-c", MODELS, str(folder))
+    return folder
+
+
+def convert(path: Path, target: Path) -> dict[str, Any]:
+    wanted = json.loads(run("-m", "workers.frontend.inspect", str(path)))["convert"]
+    answer: dict[str, Any] = json.loads(run("-m", "workers.frontend.convert", wanted, str(path), str(target)))
+    return answer
+
+
+@pytest.mark.parametrize("name", ["model.tflite", "saved.zip", "model.keras", "model.h5"])
+def test_model_becomes_onnx(name: str, models: Path, tmp_path: Path) -> None:
+    """A small image classifier in each format: its image is NHWC as it was, and the conversion has compared the
+    numbers with TensorFlow's."""
+    target = tmp_path / "model.onnx"
+    assert convert(models / name, target) == {"ok": True}
+    answer = json.loads(run("-m", "workers.frontend.inspect", str(target)))
+    (image,), (scores,) = answer["inputs"], answer["outputs"]
+    assert "image" in image["name"]
+    assert image["shape"][1:] == [12, 12, 3]
+    assert scores["shape"][1:] == [5]
+
+
+def test_code_of_the_models_author_is_not_run(models: Path, tmp_path: Path) -> None:
+    """A Lambda layer is refused: Keras would have to run the bytes of a function."""
+    error = convert(models / "lambda.keras", tmp_path / "model.onnx")["error"]
+    assert error["type"] == "InvalidModel"
+    assert "ambda" in error["message"]
