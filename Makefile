@@ -17,7 +17,8 @@ help: ## list these commands
 demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
 	$(PY) benchmarks/demo.py $(DEMO_ARGS)
 
-PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
+# In the order of the folders, whose first hold the longest files: a long one at the end keeps one core idle.
+PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
 	$(PY) -m pytest $(PYTEST_ARGS)
 
