@@ -152,7 +152,7 @@ def test_a_job_that_dies_each_time_fails_after_three_attempts(
 def test_a_frozen_tuning_process_is_ended_and_its_job_goes_on(small_model: Path, tmp_path: Path) -> None:
     """A tuning process that says nothing for too long is killed, and the next attempt finishes the job."""
     with (
-        running(tmp_path / "data", {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "40"}) as service,
+        running(tmp_path / "data", {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "30"}) as service,
         Tunery(service.url) as client,
     ):
         job = start(service, client, small_model)

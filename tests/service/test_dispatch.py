@@ -14,7 +14,7 @@ from celery import Celery
 
 from service.app import sweep_once
 from service.dispatch import Dispatcher
-from service.inspector import Inspector
+from service.inspector import Converter, Inspector
 from service.services import Services
 from tests.samples import make_spec
 from tests.service.conftest import quiet
@@ -145,7 +145,8 @@ def test_what_could_not_be_sent_is_sent_by_the_next_sweep(sqlite_url: str, tmp_p
     queue = tmp_path / "broker" / "queue"
     with dispatching(EMBEDDED_BROKER, tmp_path) as dispatcher:
         inspector = Inspector(("false",), timeout_s=1, at_once=1)
-        services = Services(quiet(tmp_path), store, BlobStore(tmp_path / "blobs"), dispatcher, inspector)
+        converter = Converter(("false",), timeout_s=1)
+        services = Services(quiet(tmp_path), store, BlobStore(tmp_path / "blobs"), dispatcher, inspector, converter)
         queue.rmdir()
         for _ in range(2):
             sweep_once(services)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ Y = np.array([2.0, -0.5, 1.5, 0.5, 4.0, 3.0], "float32")
 ONE, OTHER = VALUE, ("input", 0)
 
 
-def run(program: Program, host: Host) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def run(program: Program, host: Host) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
     x, y = (te.placeholder((len(X),), name=name) for name in "xy")
     out = te.compute((len(X),), lambda i: program.evaluate(x[i], [y[i]]), name="out")
     compiled = tvm.compile(te.create_prim_func([x, y, out]), target=host.target)
-    result = tvm.runtime.tensor(np.full(len(X), np.nan, "float32"))
+    dtype = program.dtype("float32")
+    result = tvm.runtime.tensor(np.full(len(X), np.nan if dtype == "float32" else 255, dtype))
     compiled["main"](tvm.runtime.tensor(X), tvm.runtime.tensor(Y), result)
     return np.asarray(result.numpy())
 
@@ -45,6 +47,12 @@ REFERENCES = {
     "clip": (Step("clip", (ONE, ("number", -1.0), ("number", 0.5))), np.clip(X, -1, 0.5)),
     "leakyrelu": (Step("leakyrelu", (ONE, ("number", 0.1))), np.where(X > 0, X, X * np.float32(0.1))),
     "silu": (Step("silu", (ONE,)), X / (1 + np.exp(-X))),
+    "dequantize": (Step("dequantize", (ONE, ("number", 0.5), ("number", 3.0))), (X - 3) * 0.5),
+    # Integers as bytes: halves to even, and what is beyond the bounds on them.
+    "quantize": (
+        Step("quantize", (ONE, *(("number", number) for number in (0.5, 2.0, 0.0, 10.0)))),
+        np.array([0, 0, 2, 2, 4, 10], "uint8"),
+    ),
     "masked": (Step("masked", (ONE, OTHER)), np.where(Y > 0, X, 0)),
 }
 
