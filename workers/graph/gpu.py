@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.s_tir import dlight
 
 from tuning_db.errors import BuildFailed
-from workers.graph.pipeline import MergeReshapes
+from workers.graph.pipeline import to_loops
 from workers.search import intrinsics
 
 PIPELINE: Final = "gpu-default-1"
@@ -68,16 +68,7 @@ def lower_operators() -> tvm.transform.Pass:
     gpu = dlight.gpu
     return tvm.transform.Sequential(
         [
-            MergeReshapes(),
-            relax.transform.DeadCodeElimination(),
-            relax.backend.DispatchSampling(),
-            relax.backend.DispatchSortScan(),
-            relax.transform.LegalizeOps(),
-            relax.transform.AnnotateTIROpPattern(),
-            relax.transform.FoldConstant(),
-            relax.transform.FuseOps(),
-            relax.transform.FuseTIR(),
-            relax.transform.DeadCodeElimination(),
+            *to_loops(),
             NamesOfC(),
             dlight.ApplyDefaultSchedule(
                 gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()

@@ -61,21 +61,28 @@ class MergeReshapes:
         return dpl.rewrite_call(pattern, merge, function)
 
 
+def to_loops() -> list[tvm.transform.Pass]:
+    """Operators lowered to loops and fused, on any device."""
+    return [
+        MergeReshapes(),
+        relax.transform.DeadCodeElimination(),
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        relax.transform.LegalizeOps(),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.DeadCodeElimination(),
+    ]
+
+
 def lower_operators() -> tvm.transform.Pass:
     """Operators that are not kernels of ours yet: lowered to loops and fused, with the constant weights marked whose
     layout a schedule may choose."""
     return tvm.transform.Sequential(
         [
-            MergeReshapes(),
-            relax.transform.DeadCodeElimination(),
-            relax.backend.DispatchSampling(),
-            relax.backend.DispatchSortScan(),
-            relax.transform.LegalizeOps(),
-            relax.transform.AnnotateTIROpPattern(),
-            relax.transform.FoldConstant(),
-            relax.transform.FuseOps(),
-            relax.transform.FuseTIR(),
-            relax.transform.DeadCodeElimination(),
+            *to_loops(),
             relax.transform.AttachAttrLayoutFreeBuffers(),
         ],
         name=PIPELINE,
