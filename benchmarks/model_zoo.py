@@ -119,8 +119,8 @@ def draw_weights(model: ModelProto, generator: np.random.Generator) -> None:
 
 
 def _uses(nodes: list[NodeProto]) -> Iterator[tuple[str, tuple[NodeProto, int]]]:
-    """Tensor → a node that reads it and as which input, looked for behind Unsqueeze."""
-    behind = {node.input[0]: node.output[0] for node in nodes if node.op_type == "Unsqueeze"}
+    """Tensor → a node that reads it and as which input, looked for behind Unsqueeze and Reshape."""
+    behind = {node.input[0]: node.output[0] for node in nodes if node.op_type in ("Unsqueeze", "Reshape")}
     direct = {name: (node, index) for node in nodes for index, name in enumerate(node.input)}
     for name, use in direct.items():
         yield name, direct[behind[name]] if name in behind else use
@@ -132,7 +132,7 @@ def _draw(shape: tuple[int, ...], node: NodeProto, index: int, generator: np.ran
         spread, mean = np.sqrt(2 / np.prod(shape[1:])), 0.0
     elif role == ("Gemm", 1):
         transposed = any(a.name == "transB" and a.i for a in node.attribute)
-        spread, mean = np.sqrt(2 / shape[1 if transposed else 0]), 0.0
+        spread, mean = np.sqrt(2 / shape[-1 if transposed else -2]), 0.0
     elif role in (("BatchNormalization", 1), ("BatchNormalization", 4)) or node.op_type == "Mul":
         spread, mean = 0.1, 1.0
     elif role in (("Conv", 2), ("Gemm", 2), ("BatchNormalization", 2), ("BatchNormalization", 3)) or (

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 import tvm
 from tvm import relax
+from tvm.relax import vm_build
 from tvm.s_tir import meta_schedule as ms
 
 from tuning_db.errors import BuildFailed
@@ -15,6 +20,10 @@ from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
 from workers.linker import linker_for
 from workers.said import last_line
+
+#: Parts of a model's kernels that are compiled side by side, where there are so many cores; their number must not
+#: depend on the machine that compiles, or so would the library's bytes.
+_SHARES: Final = 16
 
 
 def apply_schedules(
@@ -46,10 +55,40 @@ def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Pa
     place = PlaceIntermediates()
     arch = str(target.attrs["mtriple"]).partition("-")[0]
     try:
-        with pipeline.pass_context():
-            executable = relax.build(module, target, relax_pipeline=pipeline.lower_to_vm(place))
-        # The compiler driver of this machine links what is for it, and knows what else there is to link.
-        executable.export_library(str(path), fcompile=None if arch == platform.machine() else linker_for(arch).export)
+        with pipeline.pass_context(), target, tempfile.TemporaryDirectory(prefix="tunery-objects-") as folder:
+            lowered = pipeline.lower_to_vm(place)(module)
+            builder = relax.ExecBuilder()
+            first, *others = _shares(vm_build._vmcodegen(builder, lowered))
+            objects = _compile_side_by_side(others, target, Path(folder))
+            constants = dict((lowered.attrs or {}).get("const_name_to_constant", {}))
+            executable = vm_build._vmlink(builder, target, first, params=constants)
+            # The compiler driver of this machine links what is for it, and knows what else there is to link.
+            executable.export_library(
+                str(path),
+                addons=[str(file) for file in objects],
+                fcompile=None if arch == platform.machine() else linker_for(arch).export,
+            )
     except Exception as error:  # LLVM, the linker and every pass raise their own
         raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
     return place.plan
+
+
+def _shares(module: tvm.ir.IRModule) -> list[tvm.ir.IRModule]:
+    """The kernels of `module` in parts of about equal number; the first has one at most, as the executable needs one
+    module of its own to be linked into."""
+    kernels = [(v, f) for v, f in module.functions.items() if isinstance(f, tvm.tirx.PrimFunc)]
+    parts = [kernels[:1], *(part for start in range(_SHARES) if (part := kernels[1 + start :: _SHARES]))]
+    return [tvm.ir.IRModule(dict(part), attrs=module.attrs) for part in parts]
+
+
+def _compile_side_by_side(modules: Sequence[tvm.ir.IRModule], target: tvm.target.Target, folder: Path) -> list[Path]:
+    """An object file of each. LLVM works outside of Python's lock, so threads do."""
+
+    def compile_one(number: int, module: tvm.ir.IRModule) -> Path:
+        path = folder / f"kernels{number}.o"
+        with pipeline.pass_context():  # of this thread
+            tvm.tirx.build(module, target=target).write_to_file(str(path))
+        return path
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(compile_one, range(len(modules)), modules))

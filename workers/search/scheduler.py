@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -186,14 +186,13 @@ class Scheduler:
         """
         operators = [search.operator for search in self._searches]
         chosen = self.records.chosen(operators)
+        self._guess([o for o in operators if o.name not in chosen and o.name not in self._guesses])
         choices = {}
         for operator in operators:
             if operator.name in chosen:
                 variant, trial = chosen[operator.name]
                 choices[operator.name] = Choice(variant, trial, trial.config, trial.trace)
             else:
-                if operator.name not in self._guesses:
-                    self._guesses[operator.name] = self._guess(operator)
                 choices[operator.name] = self._guesses[operator.name]
         return choices
 
@@ -447,7 +446,30 @@ class Scheduler:
             self._spaces[workload.digest] = ConfigSpace(template, workload.geometry or {}, self.cpu)
         return self._spaces[workload.digest]
 
-    def _guess(self, operator: Operator) -> Choice:
+    def _guess(self, operators: Sequence[Operator]) -> None:
+        """Fill `_guesses`: for each operator the first of its choices that its template can be applied with."""
+        waiting = [(operator, self._guessable(operator)) for operator in operators]
+        while waiting:
+            asked = []
+            for operator, choices in waiting:
+                choice = next(choices, None)
+                if choice is None:
+                    self._guesses[operator.name] = Choice(operator.variants[0], None, None, None)
+                else:
+                    asked.append((operator, choices, *choice))
+            steps = [self._scheduling(variant, [config]) for _, _, variant, config in asked]
+            answers = self.server.call_all(steps, at_once=self.operators_at_once)
+            waiting = []
+            for (operator, choices, variant, config), answer in zip(asked, answers, strict=True):
+                if isinstance(answer, ChildFailed):
+                    self.report("warning", {"operator": operator.name, "message": f"first guess {answer}"})
+                elif answer[0] is not None:
+                    self._guesses[operator.name] = Choice(variant, None, config, answer[0])
+                    continue
+                waiting.append((operator, choices))
+
+    def _guessable(self, operator: Operator) -> Iterator[tuple[Variant, Config]]:
+        """What may be guessed for an operator, the likeliest first: few choices of each variant's template."""
         for variant in operator.variants:
             workload = variant.workload
             if workload.template is None or workload.template not in self.templates:
@@ -461,14 +483,7 @@ class Scheduler:
                 model=experience.model,
                 rng=random.Random(self._config.seed),
             )
-            [answer] = self.server.call_all([self._scheduling(variant, configs)], at_once=1)
-            if isinstance(answer, ChildFailed):
-                self.report("warning", {"operator": operator.name, "message": f"first guess {answer}"})
-                continue
-            for config, trace in zip(configs, answer, strict=True):
-                if trace is not None:
-                    return Choice(variant, None, config, trace)
-        return Choice(operator.variants[0], None, None, None)
+            yield from ((variant, config) for config in configs)
 
     # Outcomes
 
