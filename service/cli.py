@@ -9,13 +9,16 @@ are not as good as was asked ·
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -78,27 +81,6 @@ WinogradOption = Annotated[
         help="Convolutions may be computed by Winograd's algorithm where it measures faster; it rounds otherwise.",
     ),
 ]
-Int8Option = Annotated[bool, typer.Option("--int8", help="Compute in 8-bit integers, as the options below say.")]
-CalibrationOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SAMPLES", help="An .npz, a zip, tar or folder of .npy files, or the digest of uploaded samples."
-    ),
-]
-DynamicOption = Annotated[
-    bool, typer.Option("--dynamic", help="Take the ranges of activations from each inference, not from samples.")
-]
-MethodOption = Annotated[
-    str | None, typer.Option(help=f"How ranges come from samples: {', '.join(CALIBRATION_METHODS)}.")
-]
-PercentileOption = Annotated[
-    float | None, typer.Option(help="Percent of the values that the method percentile keeps in range.")
-]
-PerChannelOption = Annotated[
-    bool | None,
-    typer.Option("--per-channel/--per-tensor", help="A scale for each channel of a weight (default), or one for all."),
-]
-ExcludeOption = Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that stays in fp32. Repeat.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Fetch the library into this folder.")]
@@ -107,6 +89,80 @@ TimeoutOption = Annotated[
 ]
 
 DEFAULT_DATA_DIR: Final = Path(".tunery")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Options:
+    """What `submit` and `key` both take about 8-bit integers, each field an option of theirs."""
+
+    int8: Annotated[bool, typer.Option("--int8", help="Compute in 8-bit integers, as the options below say.")] = False
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SAMPLES", help="An .npz, a zip, tar or folder of .npy files, or the digest of uploaded samples."
+        ),
+    ] = None
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Take the ranges of activations from each inference, not from samples.")
+    ] = False
+    method: Annotated[
+        str | None, typer.Option(help=f"How ranges come from samples: {', '.join(CALIBRATION_METHODS)}.")
+    ] = None
+    percentile: Annotated[
+        float | None, typer.Option(help="Percent of the values that the method percentile keeps in range.")
+    ] = None
+    per_channel: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-channel/--per-tensor", help="A scale for each channel of a weight (default), or one for all."
+        ),
+    ] = None
+    exclude: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that stays in fp32. Repeat.")] = None
+
+    def quantization(self, *, min_sqnr_db: float | None = None) -> dict[str, Any] | None:
+        """The request's `quantization`; what has no meaning together is for the service to say."""
+        wanted = {
+            "calibration": self.calibration,
+            "mode": "dynamic" if self.dynamic else None,
+            "method": self.method,
+            "percentile": self.percentile,
+            "per_channel": self.per_channel,
+            "exclude": self.exclude or None,
+            "min_sqnr_db": min_sqnr_db,
+        }
+        said = {name: value for name, value in wanted.items() if value is not None}
+        if not self.int8:
+            if said:
+                option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
+                raise typer.BadParameter("has a meaning with --int8 alone", param_hint=option)
+            return None
+        if self.calibration is not None and re.fullmatch(r"[0-9a-f]{64}", self.calibration) is None:
+            try:
+                if not Path(self.calibration).is_dir():
+                    Path(self.calibration).open("rb").close()
+            except OSError as error:
+                raise typer.BadParameter(
+                    f"{self.calibration!r} cannot be read: {error.strerror or error}", param_hint="--calibration"
+                ) from None
+        return {"scheme": "int8", **said}
+
+
+NO_INT8: Final = Int8Options()
+
+
+def _with_int8_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as typer sees it: in place of its parameter `int8`, the options that are gathered in it."""
+    options = inspect.signature(Int8Options, eval_str=True).parameters
+    parameters = inspect.signature(command, eval_str=True).parameters
+    shown = [p for name, own in parameters.items() for p in (options.values() if name == "int8" else (own,))]
+
+    @functools.wraps(command)
+    def gathered(**given: Any) -> None:
+        int8 = Int8Options(**{name: given.pop(name) for name in options})
+        command(**given, int8=int8)
+
+    gathered.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return gathered
 
 
 @app.command()
@@ -152,6 +208,7 @@ def up(
 
 
 @app.command()
+@_with_int8_options
 def submit(
     model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
@@ -165,13 +222,7 @@ def submit(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
     winograd: WinogradOption = True,
-    int8: Int8Option = False,
-    calibration: CalibrationOption = None,
-    dynamic: DynamicOption = False,
-    method: MethodOption = None,
-    percentile: PercentileOption = None,
-    per_channel: PerChannelOption = None,
-    exclude: ExcludeOption = None,
+    int8: Int8Options = NO_INT8,
     min_sqnr_db: Annotated[
         float | None,
         typer.Option(help="Publish only what keeps so many decibels of each output on the samples."),
@@ -190,9 +241,7 @@ def submit(
     }
     if output is not None and not wait:
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
-    quantization = _quantization(
-        int8, calibration, dynamic, method, percentile, per_channel, exclude, min_sqnr_db=min_sqnr_db
-    )
+    quantization = int8.quantization(min_sqnr_db=min_sqnr_db)
     _make(output)
     with _exit_codes(), Tunery(url) as client:
         handle = client.submit(
@@ -239,23 +288,18 @@ def fetch(
 
 
 @app.command()
+@_with_int8_options
 def key(
     model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
     device: DeviceOption = None,
     winograd: WinogradOption = True,
-    int8: Int8Option = False,
-    calibration: CalibrationOption = None,
-    dynamic: DynamicOption = False,
-    method: MethodOption = None,
-    percentile: PercentileOption = None,
-    per_channel: PerChannelOption = None,
-    exclude: ExcludeOption = None,
+    int8: Int8Options = NO_INT8,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest."""
-    quantization = _quantization(int8, calibration, dynamic, method, percentile, per_channel, exclude)
+    quantization = int8.quantization()
     with _exit_codes(as_json), Tunery(url) as client:
         manifest = client.find(
             _model(model),
@@ -597,44 +641,6 @@ def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
             raise typer.BadParameter(f"input {name!r} is given twice", param_hint="--input")
         inputs[name] = value
     return inputs
-
-
-def _quantization(
-    int8: bool,
-    calibration: str | None,
-    dynamic: bool,
-    method: str | None,
-    percentile: float | None,
-    per_channel: bool | None,
-    exclude: Sequence[str] | None,
-    *,
-    min_sqnr_db: float | None = None,
-) -> dict[str, Any] | None:
-    """The request's `quantization`; what has no meaning together is for the service to say."""
-    wanted = {
-        "calibration": calibration,
-        "mode": "dynamic" if dynamic else None,
-        "method": method,
-        "percentile": percentile,
-        "per_channel": per_channel,
-        "exclude": list(exclude) if exclude else None,
-        "min_sqnr_db": min_sqnr_db,
-    }
-    said = {name: value for name, value in wanted.items() if value is not None}
-    if not int8:
-        if said:
-            option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
-            raise typer.BadParameter("has a meaning with --int8 alone", param_hint=option)
-        return None
-    if calibration is not None and re.fullmatch(r"[0-9a-f]{64}", calibration) is None:
-        try:
-            if not Path(calibration).is_dir():
-                Path(calibration).open("rb").close()
-        except OSError as error:
-            raise typer.BadParameter(
-                f"{calibration!r} cannot be read: {error.strerror or error}", param_hint="--calibration"
-            ) from None
-    return {"scheme": "int8", **said}
 
 
 def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

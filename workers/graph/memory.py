@@ -18,6 +18,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from workers.search.templates.plain import item_bytes
+
 #: Attribute of a function that puts its inputs behind each other, which placing them can do as well.
 CONCAT_ATTR: Final = "tunery.concat"
 #: Kernels by name: plain ↔ blocked, blocked in another order, and TVM's transposition where nothing is fused to it.
@@ -45,7 +47,7 @@ class _Tensor:
 
     @property
     def size(self) -> int:
-        return int(math.prod(self.shape)) * _bytes(self.dtype)
+        return int(math.prod(self.shape)) * item_bytes(self.dtype)
 
     @property
     def root(self) -> _Tensor:
@@ -236,10 +238,6 @@ class _Placement:
         return relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
 
 
-def _bytes(dtype: str) -> int:
-    return -(-int(tvm.DataType(dtype).bits) // 8)
-
-
 def _accept_offsets(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
     """The function for tensors that begin anywhere in a storage, at a multiple of a cache line."""
     moved = {}
@@ -247,7 +245,7 @@ def _accept_offsets(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
         kind = parameter.ty
         if not isinstance(kind, tvm.tirx.BufferType) or not kind.shape:
             continue
-        factor = _ALIGNMENT // _bytes(str(kind.dtype))
+        factor = _ALIGNMENT // item_bytes(str(kind.dtype))
         moved[parameter] = tvm.tirx.decl_buffer(
             list(kind.shape), str(kind.dtype), name=parameter.name, offset_factor=factor
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.workers.frontend.frameworks import convert, inspect, write
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("tensorflow", "tf2onnx", "ai_edge_litert")),
@@ -40,23 +38,9 @@ own.save(f"{folder}/lambda.keras")
 """
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    run("-c", MODELS, str(folder))
-    return folder
-
-
-def convert(path: Path, target: Path) -> dict[str, Any]:
-    wanted = json.loads(run("-m", "workers.frontend.inspect", str(path)))["convert"]
-    answer: dict[str, Any] = json.loads(run("-m", "workers.frontend.convert", wanted, str(path), str(target)))
-    return answer
+    return write(MODELS, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("name", ["model.tflite", "saved.zip", "model.keras", "model.h5"])
@@ -65,7 +49,7 @@ def test_model_becomes_onnx(name: str, models: Path, tmp_path: Path) -> None:
     numbers with TensorFlow's."""
     target = tmp_path / "model.onnx"
     assert convert(models / name, target) == {"ok": True}
-    answer = json.loads(run("-m", "workers.frontend.inspect", str(target)))
+    answer = inspect(target)
     (image,), (scores,) = answer["inputs"], answer["outputs"]
     assert "image" in image["name"]
     assert image["shape"][1:] == [12, 12, 3]

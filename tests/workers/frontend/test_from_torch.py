@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
+
+from tests.workers.frontend.frameworks import convert, inspect, write
 
 needs_torch = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "onnxscript")),
@@ -45,22 +43,9 @@ torch.export.save(torch.export.export(Unknown(), (torch.rand(3),)), f"{folder}/u
 """
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("programs")
-    run("-c", PROGRAMS, str(folder))
-    return folder
-
-
-def convert(path: Path, target: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(run("-m", "workers.frontend.convert", "pt2", str(path), str(target)))
-    return answer
+    return write(PROGRAMS, tmp_path_factory.mktemp("programs"))
 
 
 @needs_torch
@@ -69,7 +54,7 @@ def test_program_becomes_onnx(programs: Path, tmp_path: Path) -> None:
     the conversion has compared the numbers with PyTorch's."""
     target = tmp_path / "model.onnx"
     assert convert(programs / "attention.pt2", target) == {"ok": True}
-    answer = json.loads(run("-m", "workers.frontend.inspect", str(target)))
+    answer = inspect(target)
     assert [port["name"] for port in answer["inputs"]] == ["states", "scale"]
     assert [port["name"] for port in answer["outputs"]] == ["pooled", "hidden"]
     batch, *rest = answer["inputs"][0]["shape"]
