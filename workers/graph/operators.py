@@ -14,9 +14,10 @@ from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
 
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
-from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
+from workers.graph.blocked import KERNEL_ATTR, BlockedGraph
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
 from workers.graph.integer import FOUR, IntegerConvolution
+from workers.graph.nodes import NotBlockable
 from workers.graph.work import Work, work_of
 from workers.packaging.library import apply_schedules
 from workers.search.candidates import Choice, Operator, Variant
