@@ -1008,5 +1008,7 @@ def _stem(computation: Computation) -> str:
     if isinstance(computation, Dense | BatchMatmul):
         return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):
+        if computation.in_integers:
+            return "int8_depthwise"
         return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
     return computation.kind

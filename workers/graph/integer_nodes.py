@@ -15,7 +15,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import relax
 
-from workers.graph.computations import Computation
+from workers.graph.computations import Computation, Pooling
 from workers.graph.folding import in_units
 from workers.graph.integer import IntegerConvolution, offsets
 from workers.graph.layout import Slots
@@ -26,6 +26,7 @@ from workers.graph.nodes import (
     averages_pixels,
     dtype_of,
     fits_pool,
+    is_depthwise,
     is_nchw,
     read,
     shape_of,
@@ -108,7 +109,7 @@ class IntegerNodes:
             fits = averages_pixels(node) if node.operator == "mean" else fits_pool(node)
             return Integers(source, grid, None, (dequantized.index,)) if self._is_blocked(source) and fits else None
         if node.operator == "nn.conv2d":
-            if not is_nchw(node) or int(node.attributes.groups) != 1:
+            if not is_nchw(node):
                 return None
             outputs, rank = 0, 4
         else:
@@ -131,6 +132,7 @@ class IntegerNodes:
             and made.index not in self._group_of
             and made.uses == [dequantized.index]
             and rank == 4
+            and int(node.attributes.groups) == 1
             and made.shape[1] <= FEW_CHANNELS
             and not self._is_blocked(made.arguments[0])
         ):
@@ -166,6 +168,8 @@ def integer_convolution(
 ) -> Blocked:
     """A convolution or product of rows, from sums of integers to whatever its epilogue makes of them."""
     block, grid = emission._graph.block, integers.grid
+    if node.operator == "nn.conv2d" and int(node.attributes.groups) > 1:
+        return (_depthwise if is_depthwise(node) else _grouped)(emission, group, node, integers, weights, shape)
     window = window_of(node) if node.operator == "nn.conv2d" else Window()
     out = emission._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
     added, factor, steps, operands = in_units(group.steps, group.operands, grid, weights)
@@ -190,6 +194,46 @@ def integer_convolution(
         conv = IntegerConvolution(
             shape[0], data.slots.blocks, *data.size, out.blocks, block, grid.zero, window, 0, pre, fused
         )
-    constants = [relax.const(out.fill(vector).reshape(out.blocks, block)) for vector in (added, factor)]
-    variable = emission._call(conv, [value], weight=arranged, others=[*constants, *others])
+    variable = emission._call(conv, [value], weight=arranged, others=[*_constants(out, added, factor), *others])
     return Blocked(variable, out, shape)
+
+
+def _depthwise(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Blocked:
+    """A convolution of each channel by itself: slots stay what they are."""
+    data = emission._blocked(integers.source, None)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.grid, weights)
+    fused, others = emission._fuse(group, data.slots, shape, None, steps, operands)
+    pool = Pooling(
+        "depthwise", shape[0], data.slots.blocks, *data.size, emission._graph.block, window_of(node), False, Fused(),
+        fused, data.dtype, integers.grid.zero,
+    )  # fmt: skip
+    packed = data.slots.fill(weights.integers[:, 0])
+    constants = _constants(data.slots, added, factor)
+    return Blocked(
+        emission._call(pool, [data.variable], weight=packed, others=[*constants, *others]), data.slots, shape
+    )
+
+
+def _grouped(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Blocked:
+    """A convolution of several groups, from channels in order to channels in order."""
+    block, groups = emission._graph.block, int(node.attributes.groups)
+    channels = shape_of(integers.source)[1]
+    data = emission._blocked(integers.source, Slots.in_order(channels, block))
+    out = Slots.in_order(shape[1], block)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.grid, weights)
+    fused, others = emission._fuse(group, out, shape, None, steps, operands)
+    conv = IntegerConvolution(
+        shape[0], data.slots.blocks, *data.size, out.blocks, block, integers.grid.zero, window_of(node), 0, Fused(),
+        fused, groups, (channels // groups, shape[1] // groups),
+    )  # fmt: skip
+    arranged, constants = out.fill(weights.integers), _constants(out, added, factor)
+    return Blocked(emission._call(conv, [data.variable], weight=arranged, others=[*constants, *others]), out, shape)
+
+
+def _constants(slots: Slots, added: Array, factor: Array) -> list[Any]:
+    """One of each for a slot, [blocks, block]."""
+    return [relax.const(slots.fill(vector).reshape(slots.blocks, slots.block)) for vector in (added, factor)]
