@@ -95,10 +95,11 @@ class _Product:
 class BlockedGraph(IntegerNodes):
     """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
 
-    def __init__(self, module: tvm.ir.IRModule, block: int) -> None:
-        """NotBlockable if `main` is not one dataflow block of static shapes."""
+    def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool = False) -> None:
+        """NotBlockable if `main` is not one dataflow block of static shapes. `signed`: whether products of integers are
+        of data less 128, as `sdot` wants it."""
         self.block = block
-        super().__init__(module)
+        super().__init__(module, signed=signed)
         self._module = module
         self._products: dict[int, _Product] = {}
         self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of

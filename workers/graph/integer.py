@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tvm import te, tirx
 
 from workers.graph.parts import BlockedConvolution, Fused, Window, function_of
+from workers.search.templates.knobs import BELOW
 
 #: Neighbouring slots of input that one dot product sums.
 FOUR: Final = 4
@@ -53,6 +54,7 @@ class IntegerConvolution(BlockedConvolution):
     plain_channels: int = 0
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
+    signed: bool = False  #: whether data is read less 128, as int8: `added` is then of a zero point that much lower
     groups: int = 1
     group_channels: tuple[int, int] = (0, 0)  #: of each of several groups, in and out
 
@@ -191,6 +193,8 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
         # The last blocks of output may reach beyond the data, where their weights are zero.
         c = ic if conv.groups == 1 else tirx.min(conv.first_block(o) + ic, conv.in_blocks - 1)
         x = read[n, c, h * sh + kh * dh, w * sw + kw * dw, fours * FOUR + four].astype("int32")
+        if conv.signed:
+            x = x - BELOW
         return te.sum(x * weight[o, ic, kh, kw, fours, v, four].astype("int32"), axis=[ic, kh, kw, fours, four])
 
     total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
@@ -205,5 +209,6 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
         "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.reads, "kh": kh_, "kw": kw_, "ii": conv.unit,
         "stride": sw, "staged": int(staged), "quantized": int(bool(conv.prologue)), "plain": int(bool(channels)),
         "others": len(post), "bytes": int(conv.dtype == "uint8"),
+        **({"signed": 1} if conv.signed else {}),
     }  # fmt: skip
     return function_of([data, weight, added, factor, *post, result], "integer", geometry)

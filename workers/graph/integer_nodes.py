@@ -7,7 +7,7 @@ computed in integers if it is one that `workers.graph.integer` has; else the deq
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ from workers.graph.nodes import (
 from workers.graph.parts import Fused, Window
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Step
 from workers.graph.quantized import Grid, Weights, grid_of, weights_of
+from workers.search.templates.knobs import BELOW
 
 Array = NDArray[Any]
 
@@ -55,13 +56,20 @@ class Integers:
     weights: Weights | None  #: None for an average
     absorbed: tuple[int, ...]  #: nodes that it does the work of
     quantizes: bool = False
+    signed: bool = False  #: whether products are of data less 128
+
+    @property
+    def summed(self) -> Grid:
+        """The grid of the integers that are multiplied."""
+        return replace(self.grid, zero=self.grid.zero - BELOW) if self.signed else self.grid
 
 
 class IntegerNodes:
     """The nodes of a graph, and what of them is in kernels so far."""
 
-    def __init__(self, module: tvm.ir.IRModule) -> None:
+    def __init__(self, module: tvm.ir.IRModule, *, signed: bool) -> None:
         """NotBlockable if `main` is not one dataflow block of static shapes."""
+        self._signed = signed  #: whether dot products are of int8 by int8
         self._nodes = list(read(module))
         self._index = {node.variable: node.index for node in self._nodes}
         self._group_of: dict[int, Group] = {}
@@ -121,8 +129,10 @@ class IntegerNodes:
         weights = None if weight is None else weights_of(weight.value, outputs, rank)
         if weights is None:
             return None
+        signed = self._signed and not (node.operator == "nn.conv2d" and is_depthwise(node))
+        found = Integers(source, grid, weights, (dequantized.index,), signed=signed)
         try:
-            offsets(grid.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
+            offsets(found.summed.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
         except OverflowError:
             return None
         made = self._node(source)
@@ -136,8 +146,8 @@ class IntegerNodes:
             and made.shape[1] <= FEW_CHANNELS
             and not self._is_blocked(made.arguments[0])
         ):
-            return Integers(made.arguments[0], grid, weights, (made.index, dequantized.index), True)
-        return Integers(source, grid, weights, (dequantized.index,))
+            return replace(found, source=made.arguments[0], absorbed=(made.index, dequantized.index), quantizes=True)
+        return found
 
     def _reads_weights(self, node: Node) -> bool:
         """Whether this dequantizes what is read as integers alone."""
@@ -172,7 +182,7 @@ def integer_convolution(
         return (_depthwise if is_depthwise(node) else _grouped)(emission, group, node, integers, weights, shape)
     window = window_of(node) if node.operator == "nn.conv2d" else Window()
     out = emission._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
-    added, factor, steps, operands = in_units(group.steps, group.operands, grid, weights)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
     fused, others = emission._fuse(group, out, shape, None, steps, operands)
     source = integers.source
     pre = Fused()
@@ -184,7 +194,17 @@ def integer_convolution(
     if integers.quantizes or (channels <= FEW_CHANNELS and not emission._graph._is_blocked(source)):
         value = emission._plain(source)
         conv = IntegerConvolution(
-            shape[0], 1, *size_of(shape_of(source)), out.blocks, block, grid.zero, window, channels, pre, fused
+            shape[0],
+            1,
+            *size_of(shape_of(source)),
+            out.blocks,
+            block,
+            grid.zero,
+            window,
+            channels,
+            pre,
+            fused,
+            integers.signed,
         )
         if len(shape_of(source)) != 4:
             value = emission._builder.emit(relax.op.reshape(value, conv.data_shape))
@@ -192,7 +212,17 @@ def integer_convolution(
         data = emission._blocked(source, None)
         value, arranged = data.variable, data.slots.fill(arranged, axis=1)
         conv = IntegerConvolution(
-            shape[0], data.slots.blocks, *data.size, out.blocks, block, grid.zero, window, 0, pre, fused
+            shape[0],
+            data.slots.blocks,
+            *data.size,
+            out.blocks,
+            block,
+            grid.zero,
+            window,
+            0,
+            pre,
+            fused,
+            integers.signed,
         )
     variable = emission._call(conv, [value], weight=arranged, others=[*_constants(out, added, factor), *others])
     return Blocked(variable, out, shape)
@@ -224,11 +254,11 @@ def _grouped(
     channels = shape_of(integers.source)[1]
     data = emission._blocked(integers.source, Slots.in_order(channels, block))
     out = Slots.in_order(shape[1], block)
-    added, factor, steps, operands = in_units(group.steps, group.operands, integers.grid, weights)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
     fused, others = emission._fuse(group, out, shape, None, steps, operands)
     conv = IntegerConvolution(
         shape[0], data.slots.blocks, *data.size, out.blocks, block, integers.grid.zero, window_of(node), 0, Fused(),
-        fused, groups, (channels // groups, shape[1] // groups),
+        fused, integers.signed, groups, (channels // groups, shape[1] // groups),
     )  # fmt: skip
     arranged, constants = out.fill(weights.integers), _constants(out, added, factor)
     return Blocked(emission._call(conv, [data.variable], weight=arranged, others=[*constants, *others]), out, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from tvm import relax
 
 from tests.workers.conftest import Host
-from tests.workers.graph.kernels import AVX512, check, plain, take
+from tests.workers.graph.kernels import AVX2, AVX512, check, plain, take
 from tests.workers.graph.nets import Net
 from tests.workers.graph.shapes import CHANNELS, SEEDS, examples
 from tests.workers.graph.test_graphs import calls, classifier, resnet, squeeze_and_excite
@@ -34,6 +34,7 @@ from workers.packaging import library
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer
 from workers.search.lanes import LocalBuilder, LocalRunner
+from workers.search.templates.knobs import PMADDWD
 
 Array = NDArray[Any]
 
@@ -229,7 +230,15 @@ def test_sums_are_exact(case: str, zero: int, host: Host, folder: Path) -> None:
         model = sums(case, zero, requantized=requantized)
         taken = take(model, host, folder)
         assert any(name.startswith("int8_") for name in taken.computations())
-        check(taken, host, cpu=host.cpu, count=2, quanta=quanta(model), exact=True)
+        check(taken, host, cpu=host.cpu, count=1, quanta=quanta(model), exact=True)
+        if "avx2" in host.identity.features:
+            check(taken, host, cpu=replace(AVX2, dot=PMADDWD), count=1, quanta=quanta(model), exact=True)
+
+
+@pytest.mark.parametrize("case", ["dense", "depthwise", "groups"])
+def test_sums_of_data_less_128_are_exact(case: str, host: Host, folder: Path) -> None:
+    """As CPUs read it whose dot products are of int8 by int8."""
+    check(take(sums(case, 3, requantized=False), host, folder, signed=True), host, count=1, exact=True)
 
 
 @examples(12)
