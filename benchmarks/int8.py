@@ -144,7 +144,7 @@ def tune(path: Path, specs: tuple[TensorSpec, ...], search: SearchConfig, folder
     imported = import_onnx(path, specs, folder)
     with target, pipeline.pass_context():
         simplified = pipeline.simplify()(imported.module)
-    model = Model(simplified, target, cpu.lanes, winograd=True)
+    model = Model(simplified, target, cpu.lanes, winograd=True, dot=cpu.dot)
     with (
         empty_records(key, folder) as records,
         ForkServer(preload(intrinsics_of(identity))) as server,

@@ -161,7 +161,7 @@ class Attempt:
             libraries = {"untuned": str(untuned)}
             plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
             records = Records(self.store, self.claim, self.key.record_scope())
-            model = Model(simplified, target, cpu.lanes, self.key.options.winograd)
+            model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot)
             operators = model.extract(records.adopt)
 
             search = self.job.spec.search

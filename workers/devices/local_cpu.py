@@ -11,7 +11,7 @@ from pathlib import Path
 from tuning_db.keys import DeviceIdentity
 from workers.devices.identity import CpuFacts, identity_of, mcpu_of
 from workers.devices.targets import target_of
-from workers.search.templates.knobs import Cpu
+from workers.search.templates.knobs import PMADDWD, SDOT, USDOT, VPDPBUSD, Cpu
 
 
 def read_facts() -> CpuFacts:
@@ -44,13 +44,27 @@ def vector_registers(arch: str, features: Collection[str]) -> tuple[int, int]:
     return (8 if "avx" in features else 4), 16
 
 
+def dot_of(arch: str, features: Collection[str]) -> str:
+    """How this CPU adds dot products of bytes to whole registers (`workers.search.templates.dot`); "" if in none of
+    the ways that templates know."""
+    present = set(features)
+    if arch != "x86_64":
+        return USDOT if "i8mm" in present else SDOT if "dotprod" in present else ""
+    if "avx512f" in present:
+        if "avx512vnni" in present:
+            return VPDPBUSD
+        return PMADDWD if "avx512bw" in present else ""
+    if "avx" in present:
+        return VPDPBUSD if "avxvnni" in present else PMADDWD if "avx2" in present else ""
+    return PMADDWD
+
+
 def cpu_of(identity: DeviceIdentity) -> Cpu:
     """What schedule templates must know of this CPU."""
     lanes, registers = vector_registers(identity.arch, identity.features)
     # Where the kernel does not tell, what the smallest core of the last ten years has.
     l1_bytes, l2_bytes = identity.cache_bytes[:2] if len(identity.cache_bytes) >= 2 else (32 << 10, 256 << 10)
-    dot = {"avx512f", "avx512vnni"} <= set(identity.features)
-    return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores, dot)
+    return Cpu(lanes, registers, l1_bytes, l2_bytes, identity.cores, dot_of(identity.arch, identity.features))
 
 
 def probe() -> tuple[DeviceIdentity, str]:

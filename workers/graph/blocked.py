@@ -12,16 +12,15 @@ before it when nothing else needs what lies between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import tvm
 from numpy.typing import NDArray
-from tvm import relax, tirx
-from tvm.ir.expr import GenericConst, TensorLoad
-from tvm.s_tir import SBlock, SBlockRealize
+from tvm import relax
+from tvm.ir.expr import GenericConst
 
 from workers.graph.computations import (
     BatchMatmul,
@@ -34,12 +33,31 @@ from workers.graph.computations import (
     View,
     pack_weights,
 )  # fmt: skip
-from workers.graph.folding import channel_vector, fold_affine, in_units, merge_affine, shifted
-from workers.graph.integer import IntegerConvolution, offsets
+from workers.graph.folding import channel_vector, fold_affine, merge_affine, shifted
+from workers.graph.integer import IntegerConvolution
+from workers.graph.integer_nodes import FEW_CHANNELS, IntegerNodes, integer_convolution
+from workers.graph.integer_nodes import Integers as _Integers
 from workers.graph.layout import NONE, Slots
+from workers.graph.nodes import Blocked as _Blocked
+from workers.graph.nodes import Group as _Group
+from workers.graph.nodes import Node as _Node
+from workers.graph.nodes import array_of as _array
+from workers.graph.nodes import averages_pixels as _averages_pixels
+from workers.graph.nodes import dtype_of as _dtype
+from workers.graph.nodes import fits_pool as _fits_pool
+from workers.graph.nodes import four as _four
+from workers.graph.nodes import is_depthwise as _is_depthwise
+from workers.graph.nodes import is_float as _is_float
+from workers.graph.nodes import is_nchw as _is_nchw
+from workers.graph.nodes import number_of as _number
+from workers.graph.nodes import pair as _pair
+from workers.graph.nodes import pool_window_of as _pool_window
+from workers.graph.nodes import shape_of as _shape
+from workers.graph.nodes import size_of as _hw
+from workers.graph.nodes import window_of as _window
 from workers.graph.parts import Fused, Window
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
-from workers.graph.quantized import Grid, Weights, folded, grid_of, weights_of
+from workers.graph.quantized import folded, grid_of
 
 Array = NDArray[Any]
 
@@ -50,77 +68,14 @@ Choose = Callable[[Computation], tuple[str, tvm.tirx.PrimFunc]]
 _MAX_STEPS: Final = 24
 #: Operations of a kernel's chain (`Program.size`): three transcendental functions of each other are beyond it.
 _MAX_SIZE: Final = 1000
-#: A plain input of at most this many channels is read by the first convolution as it is.
-_FEW_CHANNELS: Final = 8
 #: A tensor of more is left to TVM, whose indices are 64 bits wide. Padded it may be twice as large.
 _MAX_ELEMENTS: Final = 2**30
 #: Attribute of a function that is a kernel of ours: its name, which TVM's passes do not keep.
 KERNEL_ATTR: Final = "tunery.kernel"
-#: Rows of a product of integers that are computed as images of one pixel.
-_FEW_ROWS: Final = 64
 #: Operators that give uint8 and are ours where their data is blocked.
 _ON_BYTES: Final = frozenset({"quantize", "nn.max_pool2d", "concat", "reshape"})
-_AVERAGES: Final = ("mean", "nn.avg_pool2d")
 #: TVM's pattern of what is never fused with anything.
 _OPAQUE: Final = 8
-
-
-class NotBlockable(Exception):
-    """The function holds something that this pass does not read. It is left to TVM as it is."""
-
-
-@dataclass(slots=True)
-class _Node:
-    """One binding of the function. `operator` is the name without namespace, "" for what is not an operator's call."""
-
-    index: int
-    variable: relax.Var
-    operator: str
-    arguments: list[Any]
-    attributes: Any
-    value: Any
-    uses: list[int] = field(default_factory=list)  #: nodes that read it, -1 for the function's result
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _shape(self.variable)
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocked:
-    """A value in blocked layout. `shape` is what the graph calls it: [n, c, h, w], or [n, c]."""
-
-    variable: Any
-    slots: Slots
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return _dtype(self.variable)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return (self.shape[2], self.shape[3]) if len(self.shape) == 4 else (1, 1)
-
-    @property
-    def shape5(self) -> tuple[int, int, int, int, int]:
-        return (self.shape[0], self.slots.blocks, *self.size, self.slots.block)
-
-
-@dataclass(slots=True)
-class _Group:
-    """An anchor with the elementwise nodes that are fused behind it. Without an anchor, the program starts from
-    `first`. `operands` are the steps' other inputs, in the order of ("input", k)."""
-
-    anchor: int | None
-    members: list[int]
-    steps: list[Step] = field(default_factory=list)
-    operands: list[Any] = field(default_factory=list)
-    first: Any = None
-
-    @property
-    def last(self) -> int:
-        return self.members[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +92,16 @@ class _Product:
     right_view: View
 
 
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """What an operator reads that sums integers: uint8 data on a grid, or float32 that is quantized to it first."""
-
-    source: Any
-    grid: Grid
-    weights: Weights | None  #: None for an average
-    absorbed: tuple[int, ...]  #: nodes that it does the work of
-    quantizes: bool = False
-
-
-class BlockedGraph:
+class BlockedGraph(IntegerNodes):
     """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
 
-    def __init__(self, module: tvm.ir.IRModule, block: int) -> None:
-        """NotBlockable if `main` is not one dataflow block of static shapes."""
+    def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool = False) -> None:
+        """NotBlockable if `main` is not one dataflow block of static shapes. `signed`: whether products of integers are
+        of data less 128, as `sdot` wants it."""
         self.block = block
+        super().__init__(module, signed=signed)
         self._module = module
-        self._nodes = list(_read(module))
-        self._index = {node.variable: node.index for node in self._nodes}
-        self._group_of: dict[int, _Group] = {}
-        self._blocked: set[int] = set()
         self._products: dict[int, _Product] = {}
-        self._integers: dict[int, _Integers] = {}  #: by the anchor of a group
         self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of
         for node in self._nodes:
             if node.index not in self._group_of:
@@ -179,14 +120,6 @@ class BlockedGraph:
         return module, emission.computations
 
     # Division into kernels
-
-    def _node(self, expression: Any) -> _Node | None:
-        index = self._index.get(expression) if isinstance(expression, relax.Var) else None
-        return None if index is None else self._nodes[index]
-
-    def _is_blocked(self, expression: Any) -> bool:
-        node = self._node(expression)
-        return node is not None and node.index in self._blocked
 
     def _consider(self, node: _Node) -> None:
         """Begin a kernel at this node if it is one of ours."""
@@ -257,72 +190,6 @@ class BlockedGraph:
             group = _Group(None, [], first=source)
             self._grow(group, source, node.index + 1, through=node)
             self._settle(group)
-
-    def _dequantized(self, expression: Any) -> _Node | None:
-        """What dequantizes uint8 to this, if that is so and not part of a kernel yet."""
-        node = self._node(expression)
-        if node is None or node.operator != "dequantize" or node.index in self._group_of:
-            return None
-        grid = grid_of(node.arguments, _dtype(node.arguments[0]))
-        return node if grid is not None and grid.dtype == "uint8" else None
-
-    def _may_end_at(self, node: _Node) -> bool:
-        """Whether a kernel may have this as its last: not real numbers that another would rather have as integers."""
-        if node.operator != "dequantize":
-            return True
-        return not any(self._wants_integers(self._nodes[use]) for use in node.uses if use >= 0)
-
-    def _wants_integers(self, node: _Node) -> bool:
-        if node.operator in ("nn.conv2d", "matmul"):
-            return self._integers_of(node) is not None
-        return node.operator in OPERATORS or node.operator in _AVERAGES
-
-    def _integers_of(self, node: _Node) -> _Integers | None:
-        """What this reads as integers, if it is an operator that sums them."""
-        if node.operator not in ("nn.conv2d", "matmul", *_AVERAGES):
-            return None
-        dequantized = self._dequantized(node.arguments[0])
-        if dequantized is None:
-            return None
-        source = dequantized.arguments[0]
-        grid = grid_of(dequantized.arguments, _dtype(source))
-        assert grid is not None
-        if node.operator in _AVERAGES:
-            fits = _averages_pixels(node) if node.operator == "mean" else _fits_pool(node)
-            return _Integers(source, grid, None, (dequantized.index,)) if self._is_blocked(source) and fits else None
-        if node.operator == "nn.conv2d":
-            if not _is_nchw(node) or int(node.attributes.groups) != 1:
-                return None
-            outputs, rank = 0, 4
-        else:
-            # Rows are images of one pixel: many of them would be better served.
-            if len(node.shape) != 2 or (node.shape[0] > _FEW_ROWS and not self._is_blocked(source)):
-                return None
-            outputs, rank = 1, 2
-        weight = self._node(node.arguments[1])
-        weights = None if weight is None else weights_of(weight.value, outputs, rank)
-        if weights is None:
-            return None
-        try:
-            offsets(grid.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
-        except OverflowError:
-            return None
-        made = self._node(source)
-        if (
-            made is not None
-            and made.operator == "quantize"
-            and made.index not in self._group_of
-            and made.uses == [dequantized.index]
-            and rank == 4
-            and made.shape[1] <= _FEW_CHANNELS
-            and not self._is_blocked(made.arguments[0])
-        ):
-            return _Integers(made.arguments[0], grid, weights, (made.index, dequantized.index), True)
-        return _Integers(source, grid, weights, (dequantized.index,))
-
-    def _reads_weights(self, node: _Node) -> bool:
-        """Whether this dequantizes what is read as integers alone."""
-        return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
 
     def _fold_weights(self, node: _Node) -> None:
         """Weights that are int8 in the graph, for an operator that is computed in float32 after all."""
@@ -701,7 +568,7 @@ class _Emission:
         node = nodes[group.anchor]
         integers = self._graph._integers.get(node.index)
         if integers is not None and integers.weights is not None:
-            return self._integer_convolution(group, node, integers, integers.weights, shape)
+            return integer_convolution(self, group, node, integers, integers.weights, shape)
         if node.index in self._graph._products:
             return self._matmul(group, self._graph._products[node.index], shape)
         if node.operator == "matmul" and group.last not in self._graph._blocked:
@@ -759,39 +626,6 @@ class _Emission:
         )  # fmt: skip
         return _Blocked(self._call(pool, [data.variable], others=others), data.slots, shape)
 
-    def _integer_convolution(
-        self, group: _Group, node: _Node, integers: _Integers, weights: Weights, shape: tuple[int, ...]
-    ) -> _Blocked:
-        """A convolution or product of rows, from sums of integers to whatever its epilogue makes of them."""
-        block, grid = self._graph.block, integers.grid
-        window = _window(node) if node.operator == "nn.conv2d" else Window()
-        out = self._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
-        added, factor, steps, operands = in_units(group.steps, group.operands, grid, weights)
-        fused, others = self._fuse(group, out, shape, None, steps, operands)
-        source = integers.source
-        pre = Fused()
-        if integers.quantizes:
-            numbers = (grid.scale, grid.zero, *grid.bounds)
-            pre = Fused(Program((Step("quantize", (VALUE, *(("number", float(n)) for n in numbers))),)))
-        arranged = out.fill(weights.integers)
-        channels = _shape(source)[1]
-        if integers.quantizes or (channels <= _FEW_CHANNELS and not self._graph._is_blocked(source)):
-            value = self._plain(source)
-            conv = IntegerConvolution(
-                shape[0], 1, *_hw(_shape(source)), out.blocks, block, grid.zero, window, channels, pre, fused
-            )
-            if len(_shape(source)) != 4:
-                value = self._builder.emit(relax.op.reshape(value, conv.data_shape))
-        else:
-            data = self._blocked(source, None)
-            value, arranged = data.variable, data.slots.fill(arranged, axis=1)
-            conv = IntegerConvolution(
-                shape[0], data.slots.blocks, *data.size, out.blocks, block, grid.zero, window, 0, pre, fused
-            )
-        constants = [relax.const(out.fill(vector).reshape(out.blocks, block)) for vector in (added, factor)]
-        variable = self._call(conv, [value], weight=arranged, others=[*constants, *others])
-        return _Blocked(variable, out, shape)
-
     def _depthwise(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
         pre, data, before = self._prologue(node)
         scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
@@ -816,7 +650,7 @@ class _Emission:
         source = node.arguments[0]
         channels = _shape(source)[1]
         pre, data, before = Fused(), None, list[Any]()
-        if groups > 1 or channels > _FEW_CHANNELS or self._graph._is_blocked(source):
+        if groups > 1 or channels > FEW_CHANNELS or self._graph._is_blocked(source):
             pre, data, before = self._prologue(node)
         scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
         weight = (weight * scale.reshape(-1, 1, 1, 1)).astype("float32")
@@ -992,102 +826,6 @@ class _Emission:
 # Reading
 
 
-def _read(module: tvm.ir.IRModule) -> Iterator[_Node]:
-    body = module["main"].body
-    if not isinstance(body, relax.SeqExpr) or len(body.blocks) != 1:
-        raise NotBlockable("main is not one dataflow block")
-    nodes: list[_Node] = []
-    for binding in body.blocks[0].bindings:
-        if not isinstance(binding, relax.VarBinding):
-            raise NotBlockable("main matches shapes at run time")
-        if not isinstance(binding.value, relax.Call | relax.Tuple | relax.TupleGetItem | relax.Var | GenericConst):
-            raise NotBlockable(f"main holds a {type(binding.value).__name__}")
-        value = binding.value
-        operator, arguments, attributes = "", [], None
-        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
-            operator, arguments, attributes = str(value.op.name).removeprefix("relax."), list(value.args), value.attrs
-            extremum = _extremum(module, value) if operator == "call_tir" else None
-            if extremum is not None:
-                operator, arguments = extremum
-            if operator in ("nn.relu", "nn.leakyrelu", "nn.silu", "nn.gelu"):
-                operator = operator.removeprefix("nn.")
-        nodes.append(_Node(len(nodes), binding.var, operator, arguments, attributes, value))
-    places = {node.variable: node for node in nodes}
-    for node in nodes:
-        for variable in _variables(node.value):
-            if variable in places:
-                places[variable].uses.append(node.index)
-    for variable in _variables(body.body):
-        if variable in places:
-            places[variable].uses.append(-1)
-    yield from nodes
-
-
-def _variables(expression: Any) -> Iterator[Any]:
-    if isinstance(expression, relax.Var):
-        yield expression
-    elif isinstance(expression, relax.Tuple):
-        for item in expression.fields:
-            yield from _variables(item)
-    elif isinstance(expression, relax.TupleGetItem):
-        yield from _variables(expression.tuple_value)
-    elif isinstance(expression, relax.Call):
-        for argument in expression.args:
-            yield from _variables(argument)
-
-
-def _extremum(module: tvm.ir.IRModule, call: relax.Call) -> tuple[str, list[Any]] | None:
-    """The importer spells ONNX's Clip, Min and Max as functions of their own: read what such a function does."""
-    arguments = list(call.args[1].fields)
-    if len(arguments) != 2:
-        return None
-    statement = module[call.args[0]].body
-    while not isinstance(statement, tirx.BufferStore):
-        inner = statement.block if isinstance(statement, SBlockRealize) else statement
-        if not isinstance(inner, SBlockRealize | SBlock | tirx.For) and inner is statement:
-            return None
-        statement = inner if inner is not statement else statement.body
-    value = statement.value
-    if not isinstance(value, tirx.Max | tirx.Min):
-        return None
-    if not (isinstance(value.a, TensorLoad) and isinstance(value.b, TensorLoad)):
-        return None
-    return ("maximum" if isinstance(value, tirx.Max) else "minimum"), arguments
-
-
-def _shape(expression: Any) -> tuple[int, ...]:
-    kind = expression.ty
-    if not isinstance(kind, relax.TensorType) or kind.shape is None:
-        return ()
-    try:
-        return tuple(int(size) for size in kind.shape)
-    except (TypeError, ValueError):
-        raise NotBlockable("a shape is not known before the model runs") from None
-
-
-def _dtype(expression: Any) -> str:
-    """Of a tensor; "" for anything else."""
-    kind = expression.ty
-    return str(kind.dtype) if isinstance(kind, relax.TensorType) else ""
-
-
-def _is_float(expression: Any) -> bool:
-    return _dtype(expression) == "float32"
-
-
-def _array(constant: GenericConst) -> Array:
-    array: Array = constant.value.numpy()
-    return array
-
-
-def _number(expression: Any) -> float | None:
-    """The value of a constant of one element, or of a primitive argument."""
-    if isinstance(expression, GenericConst):
-        array = _array(expression)
-        return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype == np.float32 else None
-    return float(expression.value) if isinstance(expression, tirx.IntImm | tirx.FloatImm) else None
-
-
 def _broadcasts(expression: Any, shape: tuple[int, ...]) -> bool:
     """Whether it is a vector of channels, or a float tensor that stretches over pixels at most."""
     if isinstance(expression, GenericConst):
@@ -1104,48 +842,7 @@ def _broadcasts(expression: Any, shape: tuple[int, ...]) -> bool:
     return len(other) == len(shape) == 4 and other[:2] == shape[:2] and other[2:] == (1, 1)
 
 
-def _hw(shape: Sequence[int]) -> tuple[int, int]:
-    return (shape[2], shape[3]) if len(shape) == 4 else (1, 1)
-
-
-def _window(node: _Node) -> Window:
-    attributes = node.attributes
-    kernel = _shape(node.arguments[1])[2:]
-    return Window(
-        (kernel[0], kernel[1]), _pair(attributes.strides), _pair(attributes.dilation), _four(attributes.padding)
-    )
-
-
-def _pool_window(node: _Node) -> Window:
-    """The window with padding such that it gives the shape that the graph states, whatever rounding it used."""
-    attributes = node.attributes
-    kernel, strides, dilation = _pair(attributes.pool_size), _pair(attributes.strides), _pair(attributes.dilation)
-    top, left, bottom, right = _four(attributes.padding)
-    height, width = _hw(_shape(node.arguments[0]))
-    ends = []
-    for size, before, after, k, s, d, wanted in zip(
-        (height, width), (top, left), (bottom, right), kernel, strides, dilation, node.shape[2:], strict=True
-    ):
-        ends.append(max(after, (wanted - 1) * s + (k - 1) * d + 1 - size - before))
-    return Window(kernel, strides, dilation, (top, left, ends[0], ends[1]))
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = (int(v) for v in values)
-    return first, second
-
-
-def _four(values: Any) -> tuple[int, int, int, int]:
-    top, left, bottom, right = (int(v) for v in values)
-    return top, left, bottom, right
-
-
 # Which operators begin a kernel
-
-
-def _is_nchw(node: _Node) -> bool:
-    a = node.attributes
-    return (str(a.data_layout), str(a.kernel_layout), str(a.out_layout)) == ("NCHW", "OIHW", "NCHW")
 
 
 def _takes_convolution(graph: BlockedGraph, node: _Node) -> bool:
@@ -1157,10 +854,6 @@ def _takes_convolution(graph: BlockedGraph, node: _Node) -> bool:
         and _is_nchw(node)
         and not (int(a.groups) > 1 and _is_depthwise(node) and node.shape[1] != int(a.groups))
     )
-
-
-def _is_depthwise(node: _Node) -> bool:
-    return int(node.attributes.groups) == _shape(node.arguments[0])[1] == node.shape[1] > 1
 
 
 def _takes_transposed(graph: BlockedGraph, node: _Node) -> bool:
@@ -1208,26 +901,8 @@ def _takes_pool(graph: BlockedGraph, node: _Node) -> bool:
     return graph._is_blocked(node.arguments[0]) and _fits_pool(node)
 
 
-def _fits_pool(node: _Node) -> bool:
-    if str(node.attributes.layout) != "NCHW":
-        return False
-    average = node.operator == "nn.avg_pool2d"
-    window = _pool_window(node)
-    stretched = window.padding != _four(node.attributes.padding)
-    if window.extent(*_hw(_shape(node.arguments[0]))) != node.shape[2:]:
-        return False
-    return not (average and (stretched or (any(window.padding) and window.dilation != (1, 1))))
-
-
 def _takes_mean(graph: BlockedGraph, node: _Node) -> bool:
     return graph._is_blocked(node.arguments[0]) and _averages_pixels(node)
-
-
-def _averages_pixels(node: _Node) -> bool:
-    if node.attributes.axis is None:
-        return False
-    rank = len(_shape(node.arguments[0]))
-    return rank == 4 and sorted(int(axis) % rank for axis in node.attributes.axis) == [2, 3]
 
 
 def _takes_resize(graph: BlockedGraph, node: _Node) -> bool:
@@ -1334,5 +1009,7 @@ def _stem(computation: Computation) -> str:
     if isinstance(computation, Dense | BatchMatmul):
         return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):
+        if computation.in_integers:
+            return "int8_depthwise"
         return {"depthwise": "depthwise", "max": "max_pool", "average": "average_pool"}[computation.kind]
     return computation.kind

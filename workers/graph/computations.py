@@ -24,11 +24,11 @@ from tvm import te, tirx
 from workers.graph import integer, winograd
 from workers.graph.integer import IntegerConvolution
 from workers.graph.memory import CONCAT_ATTR
-from workers.graph.parts import Fused, Shape5, Window, at, function_of
+from workers.graph.parts import BlockedConvolution, Fused, Shape5, Window, at, function_of
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class Convolution(BlockedConvolution):
     """A convolution over blocked data, with what is fused to it.
 
     `plain_channels` is the number of channels of data that comes as plain NCHW, 0 where it comes blocked. With `table`
@@ -50,11 +50,6 @@ class Convolution:
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
     data_dtype: str = "float32"  #: before the prologue
-
-    @property
-    def dtype(self) -> str:
-        """Of the result."""
-        return self.epilogue.program.dtype("float32")
 
     @property
     def unit(self) -> int:
@@ -81,16 +76,6 @@ class Convolution:
     @property
     def weight_shape(self) -> tuple[int, ...]:
         return (self.out_blocks, self.in_units, *self.window.kernel, self.unit, self.block)
-
-    @property
-    def data_shape(self) -> tuple[int, ...]:
-        if self.plain_channels:
-            return (self.batch, self.plain_channels, self.height, self.width)
-        return (self.batch, self.in_blocks, self.height, self.width, self.block)
-
-    @property
-    def result_shape(self) -> Shape5:
-        return (self.batch, self.out_blocks, *self.window.extent(self.height, self.width), self.block)
 
     @property
     def flops(self) -> float:
@@ -374,7 +359,8 @@ class Pooling:
     """A window that is reduced within each slot: depthwise convolution, maximum, average.
 
     `kind` is "depthwise", "max" or "average"; `count_padding` says whether an average counts what is padded. Of uint8,
-    without a prologue, the maximum is uint8 and sums are int32; padding that counts is `zero` there.
+    without a prologue, the maximum is uint8 and sums are int32, of a depthwise convolution with int8 weights and the
+    constants of `workers.graph.integer`; padding that counts is `zero` there.
     """
 
     kind: str
@@ -394,6 +380,11 @@ class Pooling:
     def read_dtype(self) -> str:
         """What the window is reduced over."""
         return self.prologue.program.dtype(self.data_dtype)
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether products of integers are summed."""
+        return self.kind == "depthwise" and self.read_dtype == "uint8"
 
     @property
     def dtype(self) -> str:
@@ -509,7 +500,9 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
     n_, c_, oh_, ow_, v_ = pool.result_shape
     integers = pool.read_dtype == "uint8"
     data = te.placeholder(pool.data_shape, pool.data_dtype, name="data")
-    weights = [te.placeholder(pool.weight_shape, name="weight")] if pool.kind == "depthwise" else []
+    weight_dtype = "int8" if pool.in_integers else "float32"
+    weights = [te.placeholder(pool.weight_shape, weight_dtype, name="weight")] if pool.kind == "depthwise" else []
+    constants = integer.constants(pool.blocks, pool.block) if pool.in_integers else ()
     pre = pool.prologue.placeholders("pre")
     post = pool.epilogue.placeholders("post")
 
@@ -526,7 +519,7 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
             value = load(n, c, h - top, w - left, v)
             filler = tirx.const(_PADDING_VALUE[pool.kind], "float32")
             if integers:
-                filler = tirx.const(pool.zero if pool.count_padding else 0, "uint8")
+                filler = tirx.const(pool.zero if pool.count_padding or pool.in_integers else 0, "uint8")
             return te.if_then_else(te.all(*tests), value, filler) if tests else value
 
         stage = te.compute((n_, c_, reach_h, reach_w, v_), pad, name="stage")
@@ -539,13 +532,18 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
             return te.max(value, axis=[kh, kw])
         if integers:
             value = value.astype("int32")
-        return te.sum(value * weights[0][c, kh, kw, v] if weights else value, axis=[kh, kw])
+        if weights:
+            weight = weights[0][c, kh, kw, v]
+            value *= weight.astype("int32") if integers else weight
+        return te.sum(value, axis=[kh, kw])
 
     total = te.compute((n_, c_, oh_, ow_, v_), reduce, name="sum")
     finish = pool.epilogue.behind(post)
 
     def scaled(index: Sequence[Any]) -> Any:
         value = total[tuple(index)]
+        if constants:
+            return integer.real(value, constants, index)
         if pool.kind != "average":
             return value
         value = value.astype("float32")
@@ -560,8 +558,9 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": n_, "c": c_, "h": oh_, "w": ow_, "v": v_, "kh": kh_, "kw": kw_, "stride": sw, "staged": int(staged),
         "depthwise": int(pool.kind == "depthwise"), "others": len(pool.epilogue.inputs),
+        **({"integers": 1} if pool.in_integers else {}),
     }  # fmt: skip
-    return function_of([data, *weights, *pre, *post, result], "window", geometry)
+    return function_of([data, *weights, *constants, *pre, *post, result], "window", geometry)
 
 
 def _inside(place: Any, reach: int, before: int, size: int) -> list[Any]:

@@ -16,6 +16,7 @@ unit / 4, block, 4]: what the dot products of `vpdpbusd` (VNNI) read in one load
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,15 +25,19 @@ import tvm
 from numpy.typing import NDArray
 from tvm import te, tirx
 
-from workers.graph.parts import Fused, Shape5, Window, function_of
+from workers.graph.parts import BlockedConvolution, Fused, Window, function_of
+from workers.search.templates.knobs import BELOW
 
 #: Neighbouring slots of input that one dot product sums.
 FOUR: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerConvolution:
-    """A convolution of uint8, without groups. Slots that hold no channel have weights of zero.
+class IntegerConvolution(BlockedConvolution):
+    """A convolution of uint8. Slots that hold no channel have weights of zero.
+
+    Of `groups`, channels lie in order: each block of output reads the run of blocks that holds what its groups read,
+    and weights are zero where that is another group's.
 
     `plain_channels` is the number of channels of data that comes as plain NCHW, 0 where it comes blocked. Plain data
     may be float32, which `prologue` quantizes.
@@ -49,10 +54,35 @@ class IntegerConvolution:
     plain_channels: int = 0
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
+    signed: bool = False  #: whether data is read less 128, as int8: `added` is then of a zero point that much lower
+    groups: int = 1
+    group_channels: tuple[int, int] = (0, 0)  #: of each of several groups, in and out
 
     def __post_init__(self) -> None:
         if self.block % FOUR or (self.prologue and not self.plain_channels):
             raise ValueError(f"blocks of {self.block}, a prologue of {len(self.prologue.program.steps)} steps")
+        if self.groups > 1 and (self.plain_channels or not all(self.group_channels)):
+            raise ValueError(f"{self.groups} groups of {self.group_channels} channels")
+
+    def first_block(self, out_block: Any) -> Any:
+        """Of those that a block of output reads, which is a number or an expression."""
+        if self.groups == 1:
+            return 0
+        inside, outside = self.group_channels
+        return (out_block * self.block // outside) * inside // self.block
+
+    @property
+    def reads(self) -> int:
+        """Blocks of data that each block of output sums over."""
+        if self.groups == 1:
+            return self.in_blocks
+        inside, outside = self.group_channels
+        longest = 0
+        for out_block in range(self.out_blocks):
+            last = min((out_block + 1) * self.block, self.groups * outside) - 1
+            end = -(-(last // outside + 1) * inside // self.block)
+            longest = max(longest, end - self.first_block(out_block))
+        return longest
 
     @property
     def unit(self) -> int:
@@ -60,41 +90,50 @@ class IntegerConvolution:
         return -(-self.plain_channels // FOUR) * FOUR or self.block
 
     @property
-    def data_shape(self) -> tuple[int, ...]:
-        if self.plain_channels:
-            return (self.batch, self.plain_channels, self.height, self.width)
-        return (self.batch, self.in_blocks, self.height, self.width, self.block)
-
-    @property
     def data_dtype(self) -> str:
         return "float32" if self.prologue else "uint8"
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return (self.out_blocks, self.in_blocks, *self.window.kernel, self.unit // FOUR, self.block, FOUR)
-
-    @property
-    def result_shape(self) -> Shape5:
-        return (self.batch, self.out_blocks, *self.window.extent(self.height, self.width), self.block)
-
-    @property
-    def dtype(self) -> str:
-        """Of the result."""
-        return self.epilogue.program.dtype("float32")
+        return (self.out_blocks, self.reads, *self.window.kernel, self.unit // FOUR, self.block, FOUR)
 
     @property
     def flops(self) -> float:
         """Multiplications and additions of integers in one call, those on empty slots included."""
         n, o, h, w, v = self.result_shape
-        return 2.0 * n * o * h * w * v * self.in_blocks * self.unit * self.window.kernel[0] * self.window.kernel[1]
+        return 2.0 * n * o * h * w * v * self.reads * self.unit * self.window.kernel[0] * self.window.kernel[1]
 
 
 def pack_weights(conv: IntegerConvolution, weight: NDArray[Any]) -> NDArray[Any]:
     """int8 weights [out slots, in slots or plain channels, kh, kw] as the function of `convolution` takes them."""
     o, c, kh, kw, fours, block, four = conv.weight_shape
+    if conv.groups > 1:
+        weight = _spread(conv, weight)
     weight = np.pad(weight, ((0, 0), (0, c * fours * four - weight.shape[1]), (0, 0), (0, 0)))
     parts = weight.reshape(o, block, c, fours, four, kh, kw)
     return np.ascontiguousarray(parts.transpose(0, 2, 5, 6, 3, 1, 4))
+
+
+def _spread(conv: IntegerConvolution, weight: NDArray[Any]) -> NDArray[Any]:
+    """Weights [out slots, channels of a group, kh, kw] where each stands in the run of blocks that is read."""
+    inside, outside = conv.group_channels
+    spread = np.zeros((len(weight), conv.reads * conv.block, *conv.window.kernel), weight.dtype)
+    for channel in range(conv.groups * outside):
+        begin = channel // outside * inside - conv.first_block(channel // conv.block) * conv.block
+        spread[channel, begin : begin + inside] = weight[channel]
+    return spread
+
+
+def constants(blocks: int, block: int) -> tuple[Any, Any]:
+    """Parameters: what is added to the sums of a function of integers, and what these are multiplied by."""
+    return te.placeholder((blocks, block), "int32", name="added"), te.placeholder((blocks, block), name="factor")
+
+
+def real(total: Any, constants: tuple[Any, Any], index: Sequence[Any]) -> Any:
+    """The real number, or where that is quantized the quotient, that a sum stands for at [n, block, h, w, slot]."""
+    added, factor = constants
+    _, block, _, _, slot = index
+    return (total + added[block, slot]).astype("float32") * factor[block, slot]
 
 
 def offsets(zero: int, weight: NDArray[np.int8], bias: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -123,8 +162,7 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
     channels = conv.plain_channels
     data = te.placeholder(conv.data_shape, conv.data_dtype, name="data")
     weight = te.placeholder(conv.weight_shape, "int8", name="weight")
-    added = te.placeholder((o_, v_), "int32", name="added")
-    factor = te.placeholder((o_, v_), "float32", name="factor")
+    added, factor = constants(o_, v_)
     post = conv.epilogue.placeholders("post")
     read = data
     if conv.prologue:
@@ -145,27 +183,32 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
             return te.if_then_else(inside, value, tirx.const(conv.data_zero, "uint8"))
 
         read = te.compute((n_, conv.in_blocks, reach_h, reach_w, conv.unit), pad, name="stage")
-    extents = (conv.in_blocks, kh_, kw_, conv.unit // FOUR, FOUR)
+    extents = (conv.reads, kh_, kw_, conv.unit // FOUR, FOUR)
     ic, kh, kw, fours, four = (
         te.reduce_axis((0, extent), name)
         for extent, name in zip(extents, ("ic", "kh", "kw", "fours", "four"), strict=True)
     )
 
     def product(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
-        x = read[n, ic, h * sh + kh * dh, w * sw + kw * dw, fours * FOUR + four].astype("int32")
+        # The last blocks of output may reach beyond the data, where their weights are zero.
+        c = ic if conv.groups == 1 else tirx.min(conv.first_block(o) + ic, conv.in_blocks - 1)
+        x = read[n, c, h * sh + kh * dh, w * sw + kw * dw, fours * FOUR + four].astype("int32")
+        if conv.signed:
+            x = x - BELOW
         return te.sum(x * weight[o, ic, kh, kw, fours, v, four].astype("int32"), axis=[ic, kh, kw, fours, four])
 
     total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
     finish = conv.epilogue.behind(post)
 
-    def real(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
-        value = (total[n, o, h, w, v] + added[o, v]).astype("float32") * factor[o, v]
-        return finish(value, (n, o, h, w, v))
-
-    result = te.compute((n_, o_, oh_, ow_, v_), real, name="result")
+    result = te.compute(
+        (n_, o_, oh_, ow_, v_),
+        lambda *index: finish(real(total[index], (added, factor), index), index),
+        name="result",
+    )
     geometry = {
-        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_blocks, "kh": kh_, "kw": kw_, "ii": conv.unit,
+        "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.reads, "kh": kh_, "kw": kw_, "ii": conv.unit,
         "stride": sw, "staged": int(staged), "quantized": int(bool(conv.prologue)), "plain": int(bool(channels)),
         "others": len(post), "bytes": int(conv.dtype == "uint8"),
+        **({"signed": 1} if conv.signed else {}),
     }  # fmt: skip
     return function_of([data, weight, added, factor, *post, result], "integer", geometry)

@@ -14,14 +14,15 @@ from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
 
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
-from workers.graph.blocked import KERNEL_ATTR, BlockedGraph, NotBlockable
+from workers.graph.blocked import KERNEL_ATTR, BlockedGraph
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
 from workers.graph.integer import FOUR, IntegerConvolution
+from workers.graph.nodes import NotBlockable
 from workers.graph.work import Work, work_of
 from workers.packaging.library import apply_schedules
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import commit_record, schedule_of
-from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR
+from workers.search.templates.knobs import GEOMETRY_ATTR, SDOT, TEMPLATE_ATTR
 from workers.search.templates.plain import plain_template
 
 #: Finds or stores the workloads of modules, as `Records.adopt` does.
@@ -43,13 +44,14 @@ class Model:
     target: tvm.target.Target
     lanes: int  #: float32 numbers in a vector register
     winograd: bool  #: whether convolutions may be computed by Winograd's algorithm
+    dot: str = ""  #: how bytes are multiplied and summed (`Cpu.dot`)
     _graph: BlockedGraph | None = None
     _computations: dict[str, Computation] = field(default_factory=dict)  #: by the operator's name
     _functions: dict[str, list[str]] = field(default_factory=dict)  #: TVM's, by the operator's name
 
     def __post_init__(self) -> None:
         try:
-            graph = BlockedGraph(self.module, max(_LINE, self.lanes))
+            graph = BlockedGraph(self.module, max(_LINE, self.lanes), signed=self.dot == SDOT)
         except NotBlockable:
             return
         if not graph.is_empty:

@@ -61,6 +61,36 @@ class Window:
         return self.kernel == (1, 1) and self.padding == (0, 0, 0, 0)
 
 
+class BlockedConvolution:
+    """What convolutions over blocked data have in common, whatever numbers they sum."""
+
+    __slots__ = ()
+    batch: int
+    in_blocks: int
+    height: int
+    width: int
+    out_blocks: int
+    block: int
+    window: Window
+    plain_channels: int
+    epilogue: Fused
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        if self.plain_channels:
+            return (self.batch, self.plain_channels, self.height, self.width)
+        return (self.batch, self.in_blocks, self.height, self.width, self.block)
+
+    @property
+    def result_shape(self) -> Shape5:
+        return (self.batch, self.out_blocks, *self.window.extent(self.height, self.width), self.block)
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
+
+
 def at(tensor: Any, index: Sequence[Any]) -> Any:
     """The element of a tensor that is broadcast over its axes of length 1."""
     return tensor[tuple(0 if int(size) == 1 else i for size, i in zip(tensor.shape, index, strict=True))]

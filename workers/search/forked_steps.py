@@ -25,7 +25,7 @@ from workers.search.candidates import Built, Candidate, Features, canonical_trac
 from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
-from workers.search.templates.integer import register_intrinsics
+from workers.search.templates.dot import register_intrinsics
 from workers.search.templates.knobs import Config, Cpu, Template
 
 #: Types of weights whose copies are read in turns.

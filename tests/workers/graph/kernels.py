@@ -51,12 +51,12 @@ class Taken:
         return self.graph.emit(plain)[1]
 
 
-def take(model: ModelProto, host: Host, folder: Path) -> Taken:
+def take(model: ModelProto, host: Host, folder: Path, *, signed: bool = False) -> Taken:
     """Import, simplify, divide into kernels."""
     inputs, imported = lower(model, host, folder)
     with host.target, pipeline.pass_context():
         simplified = pipeline.simplify()(imported.module)
-    return Taken(imported.bound, inputs, BlockedGraph(simplified, BLOCK))
+    return Taken(imported.bound, inputs, BlockedGraph(simplified, BLOCK, signed=signed))
 
 
 def plain(computation: Computation) -> tuple[str, tirx.PrimFunc]:
@@ -87,12 +87,13 @@ def choices(function: tirx.PrimFunc, cpu: Cpu, count: int, seed: int) -> list[Co
 
 def check(
     taken: Taken, host: Host, *, cpu: Cpu = AVX512, count: int = 3, seed: int = 0,
-    quanta: Mapping[str, float] | None = None,
+    quanta: Mapping[str, float] | None = None, exact: bool = False,
 ) -> int:  # fmt: skip
     """Every variant of every kernel of the model computes what ONNX Runtime does, under `count` choices each.
 
-    Outputs named in `quanta` may differ by that much, and in few places; ONNX Runtime then runs the graph as it is
-    written. The number of emissions run. AssertionError says which output differs, and under which choices.
+    Outputs named in `quanta` may differ by that much, and in few places, `exact` ones in nothing; ONNX Runtime then
+    runs the graph as it is written. The number of emissions run. AssertionError says which output differs, and under
+    which choices.
     """
     emissions = []
     functions: dict[str, tirx.PrimFunc] = {}
@@ -123,6 +124,9 @@ def check(
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
                 assert apart.max() < 1.01, f"{name} is {apart.max():.1f} quanta apart with {choose.said} for {cpu}"
                 assert np.count_nonzero(apart > 0.5) <= max(1, 0.05 * a.size), f"{name} differs in too many places"
+                continue
+            if exact:
+                np.testing.assert_array_equal(b, a, f"{name} with {choose.said} for {cpu}")
                 continue
             [entry] = reference.compare([a], [b], [name])
             assert entry["ok"], f"{entry['problem']} with {choose.said} for {cpu}"

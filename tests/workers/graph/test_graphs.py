@@ -16,8 +16,9 @@ from tests.workers.graph.kernels import BLOCK, check, plain, take
 from tests.workers.graph.nets import Net
 from tests.workers.models import make_model, matmuls, normal, port
 from workers.graph import pipeline
-from workers.graph.blocked import BlockedGraph, NotBlockable
+from workers.graph.blocked import BlockedGraph
 from workers.graph.computations import Computation, Convolution, Copy, Pointwise
+from workers.graph.nodes import NotBlockable
 
 
 def residual(net: Net, x: str, channels: int, out: int, stride: int = 1) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,15 @@ import tvm
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from tvm import s_tir
+from tvm.target import codegen
 
 from tests.workers.conftest import Host
 from tests.workers.models import make_model, port
+from workers.devices import local_cpu
 from workers.graph.integer import IntegerConvolution, convolution, offsets, pack_weights
 from workers.graph.parts import Fused, Window
 from workers.graph.pointwise import VALUE, Program, Ref, Step
-from workers.search.templates.knobs import Config, Cpu, template_of
+from workers.search.templates.knobs import BELOW, PMADDWD, SDOT, USDOT, VPDPBUSD, Config, Cpu, template_of
 from workers.search.templates.registry import TEMPLATES
 
 Array = NDArray[Any]
@@ -103,7 +106,8 @@ class Quantized:
         weight = np.pad(self.weight, ((0, missing), (0, 0), (0, 0), (0, 0)))
         scale, scales, result = self.scales
         factor = np.pad(np.float32(scale) * scales / np.float32(result), (0, missing))
-        added = offsets(conv.data_zero, weight, np.pad(self.bias, (0, missing)).astype(np.int64))
+        zero = conv.data_zero - (BELOW if conv.signed else 0)
+        added = offsets(zero, weight, np.pad(self.bias, (0, missing)).astype(np.int64))
         constants = [vector.reshape(conv.out_blocks, block) for vector in (added, factor)]
         if conv.plain_channels:
             return [self.data, pack_weights(conv, weight), *constants]
@@ -159,14 +163,52 @@ def test_template(case: str, host: Host) -> None:
     found = template_of(convolution(quantized.conv))
     assert found is not None
     configs = TEMPLATES[found[0]].configs(found[1], cpu)
-    without = TEMPLATES[found[0]].configs(found[1], replace(cpu, dot=False))
-    assert any(config["dot"] for config in configs) == (cpu.dot and quantized.conv.block == cpu.lanes)
+    without = TEMPLATES[found[0]].configs(found[1], replace(cpu, dot=""))
+    assert any(config["dot"] for config in configs) == (bool(cpu.dot) and quantized.conv.block % cpu.lanes == 0)
     for config in (configs[0], configs[len(configs) // 2], configs[-1], without[0]):
         schedule = scheduled(quantized.conv, config, cpu)
         library = tvm.compile(schedule.mod, target=host.target)
         assert_equal(quantized.onnxruntime(), compute(quantized, library))
         if config["dot"]:
-            assert "vpdpbusd" in library.mod.inspect_source("asm")
+            assert cpu.dot in library.mod.inspect_source("asm")
+
+
+#: Kinds of CPU with 16 slots in a block: LLVM's name, and what its schedules are made for.
+KINDS = {
+    "AVX512-VNNI": ("cascadelake", Cpu(16, 32, 32 << 10, 1 << 20, 2, VPDPBUSD)),
+    "AVX512": ("skylake-avx512", Cpu(16, 32, 32 << 10, 1 << 20, 2, PMADDWD)),
+    "AVX-VNNI": ("alderlake", Cpu(8, 16, 32 << 10, 1 << 20, 2, VPDPBUSD)),
+    "AVX2": ("haswell", Cpu(8, 16, 32 << 10, 1 << 20, 2, PMADDWD)),
+    "SSE2": ("x86-64-v2", Cpu(4, 16, 32 << 10, 1 << 20, 2, PMADDWD)),
+    "dotprod": ("cortex-a76", Cpu(4, 32, 32 << 10, 1 << 20, 2, SDOT)),
+    "i8mm": ("neoverse-v2", Cpu(4, 32, 32 << 10, 1 << 20, 2, USDOT)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_cpu_has_its_instruction(kind: str, host: Host) -> None:
+    """Chosen by features alone; never one that cuts sums off. What runs on this machine computes the same on it."""
+    mcpu, cpu = KINDS[kind]
+    arm = cpu.dot in (SDOT, USDOT)
+    target = tvm.target.Target({"kind": "llvm", "mtriple": f"{'aarch64' if arm else 'x86_64'}-linux-gnu", "mcpu": mcpu})
+    features = [str(feature) for feature in codegen.llvm_get_cpu_features(target)]
+    arch = "aarch64" if arm else "x86_64"
+    assert (local_cpu.dot_of(arch, features), local_cpu.vector_registers(arch, features)[0]) == (cpu.dot, cpu.lanes)
+    signed = cpu.dot == SDOT
+    quantized = Quantized(replace(CASES["strides"][0], signed=signed), CASES["strides"][1], seed=2)
+    found = template_of(convolution(quantized.conv))
+    assert found is not None
+    config = next(c for c in TEMPLATES[found[0]].configs(found[1], cpu) if not c["parallel"])
+    schedule = scheduled(quantized.conv, config, cpu)
+    assembly = tvm.compile(schedule.mod, target=target).mod.inspect_source("asm")
+    assert re.search(rf"\bv?{cpu.dot}\b", assembly)
+    assert "maddubs" not in assembly
+    runs = {"AVX512-VNNI": "avx512vnni", "AVX512": "avx512bw", "AVX2": "avx2"}
+    here = set(host.identity.features)
+    # Both encodings of VNNI are of one instruction, which LLVM chooses by features.
+    if runs.get(kind) in here or (kind == "AVX-VNNI" and here & {"avxvnni", "avx512vnni"}):
+        library = tvm.compile(schedule.mod, target=host.target)
+        assert_equal(quantized.onnxruntime(), compute(quantized, library))
 
 
 def test_overflow_is_refused() -> None:

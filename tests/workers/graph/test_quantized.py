@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from tvm import relax
 
 from tests.workers.conftest import Host
-from tests.workers.graph.kernels import AVX512, check, plain, take
+from tests.workers.graph.kernels import AVX2, AVX512, check, plain, take
 from tests.workers.graph.nets import Net
 from tests.workers.graph.shapes import CHANNELS, SEEDS, examples
 from tests.workers.graph.test_graphs import calls, classifier, resnet, squeeze_and_excite
@@ -34,6 +34,7 @@ from workers.packaging import library
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer
 from workers.search.lanes import LocalBuilder, LocalRunner
+from workers.search.templates.knobs import PMADDWD
 
 Array = NDArray[Any]
 
@@ -105,11 +106,20 @@ def dense_block() -> ModelProto:
 
 
 def depthwise() -> ModelProto:
-    """What no kernel computes in integers yet, between two that are."""
+    """As in MobileNet."""
     net = Net()
     x = net("Relu", net.conv(net.input(1, 3, 9, 9), 3, 20, (3, 3), pads=[1] * 4))
     x = net("Relu", net.conv(x, 20, 20, (3, 3), groups=20, pads=[1] * 4))
     return net.model(net.conv(x, 20, 16))
+
+
+def grouped() -> ModelProto:
+    """Groups that are whole blocks, that lie across blocks, and of one channel of input."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 3, 7, 7), 3, 36, (3, 3), pads=[1] * 4))
+    x = net("Relu", net.conv(x, 36, 48, (3, 3), groups=3))
+    x = net("Relu", net.conv(x, 48, 96, (1, 1), groups=3))
+    return net.model(net.conv(x, 96, 192, (3, 3), groups=96, strides=[2, 2], pads=[1] * 4))
 
 
 def in_all(model: ModelProto, host: Host, folder: Path) -> list[str]:
@@ -143,8 +153,8 @@ INTEGERS = ["int8_conv3x3", "max_pool", *["int8_conv3x3"] * 3, "int8_conv1x1", "
             # One part of the concatenation comes from its convolution as it has to be.
             ["int8_conv3x3", "int8_conv3x3", "requantize", "concat", "average_pool", "int8_conv1x1", "plain"],
         ),
-        # In float32, but reading and writing bytes.
-        (depthwise, Recipe(), ["int8_conv3x3", "depthwise", "int8_conv1x1", "plain"]),
+        (depthwise, Recipe(), ["int8_conv3x3", "int8_depthwise", "int8_conv1x1", "plain"]),
+        (grouped, Recipe(), ["int8_conv3x3", "int8_conv3x3", "int8_conv1x1", "int8_conv3x3", "plain"]),
     ],
 )  # fmt: skip
 def test_networks_are_computed_in_integers(
@@ -162,6 +172,8 @@ def test_networks_are_computed_in_integers(
         (classifier, Recipe()),
         (dense_block, Recipe()),
         (depthwise, Recipe()),
+        (depthwise, Recipe(activations=QuantType.QInt8, per_channel=False)),
+        (grouped, Recipe()),
         (squeeze_and_excite, Recipe()),
     ],
 )
@@ -171,6 +183,62 @@ def test_networks_compute_what_the_reference_does(
     """Within a quantum of ONNX Runtime's unoptimised graph."""
     model = quantized(make(), folder, recipe)
     check(take(model, host, folder), host, count=1, quanta=quanta(model))
+
+
+#: Channels in and out, kernel, groups.
+SUMS = {
+    "dense": (20, 18, (3, 3), 1),
+    "depthwise": (20, 20, (3, 3), 20),
+    "one row": (18, 18, (1, 5), 18),
+    "groups": (24, 36, (3, 3), 3),
+    "multiplier": (12, 24, (3, 3), 12),
+}
+
+
+def sums(case: str, zero: int, *, requantized: bool) -> ModelProto:
+    """Two convolutions of integers at their limits, on scales of powers of two: float32 holds every sum exactly."""
+    channels, out, kernel, groups = SUMS[case]
+    net, generator = Net(), np.random.default_rng(zero)
+
+    def on_grid(x: str, scale: float, zero: int) -> str:
+        grid = net.number(scale), net.constant(np.array(zero, "uint8"))
+        return net("DequantizeLinear", net("QuantizeLinear", x, *grid), *grid)
+
+    def integers(*shape: int, values: list[int]) -> Array:
+        return generator.choice(values, shape)
+
+    # Of standard normal numbers a third lie beyond 0 or 255.
+    x = on_grid(net.input(1, channels, 7, 6), 1 / 128, zero)
+    weight = integers(out, channels // groups, *kernel, values=[-128, -128, -127, -1, 0, 1, 127]).astype("int8")
+    weight[0], weight[-1] = -128, 127
+    scale, zeros = net.number(1 / 32), net.constant(np.zeros((), "int8"))
+    bias = integers(out, values=[-(2**15), -1, 0, 7, 2**15]).astype("float32") / 4096
+    reach = [size // 2 for size in kernel]
+    x = net(
+        "Conv", x, net("DequantizeLinear", net.constant(weight), scale, zeros), net.constant(bias), group=groups,
+        pads=reach * 2, strides=[1, 2],
+    )  # fmt: skip
+    return net.model(on_grid(x, float(np.sqrt(weight[0].size)) / 2, 255 - zero) if requantized else x)
+
+
+@pytest.mark.parametrize("zero", [0, 128, 255])
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_are_exact(case: str, zero: int, host: Host, folder: Path) -> None:
+    """Weights of -128, data at both ends, and zero points there too: no sum is cut off or wraps, and what becomes bytes
+    again is within a quantum."""
+    for requantized in (False, True):
+        model = sums(case, zero, requantized=requantized)
+        taken = take(model, host, folder)
+        assert any(name.startswith("int8_") for name in taken.computations())
+        check(taken, host, cpu=host.cpu, count=1, quanta=quanta(model), exact=True)
+        if "avx2" in host.identity.features:
+            check(taken, host, cpu=replace(AVX2, dot=PMADDWD), count=1, quanta=quanta(model), exact=True)
+
+
+@pytest.mark.parametrize("case", ["dense", "depthwise", "groups"])
+def test_sums_of_data_less_128_are_exact(case: str, host: Host, folder: Path) -> None:
+    """As CPUs read it whose dot products are of int8 by int8."""
+    check(take(sums(case, 3, requantized=False), host, folder, signed=True), host, count=1, exact=True)
 
 
 @examples(12)

@@ -2,80 +2,21 @@
 
 As in template `conv` a tile of `tile_o` blocks of channels by `tile_w` pixels is summed in registers and written back
 once. One step multiplies one vector of weights, four slots of input for each slot of output, by four neighbouring bytes
-of data that go to all lanes. With `dot` that is one `vpdpbusd`; without it, the multiplications that LLVM finds.
+of data that go to all lanes. With `dot` that is an instruction for it (`dot.py`); without, what LLVM finds.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 from typing import Any, ClassVar, Final
 
-from tvm.s_tir import TensorIntrin
-from tvm.script import from_source
-
-from workers.search.templates.knobs import Config, Cpu, Geometry, Template, divisors, spread
+from workers.search.templates.dot import dot_intrinsic
+from workers.search.templates.knobs import PMADDWD, SDOT, Config, Cpu, Geometry, Template, divisors, spread
 
 #: A task shorter than this many operations costs more to hand to a thread than to do.
 _SERIAL_OPERATIONS: Final = 200_000
 
 _MIN_SUMS: Final = 4
-
-#: Sums of `lanes` slots, each of a dot product of four: uint8 by int8, exact, wrapping in 32 bits. The desc is what it
-#: replaces, the other what it becomes. TVM's own (`dot_16x4_vnni`) passes vectors of int32, which LLVM 22 refuses.
-_DOT: Final = """
-@T.prim_func(s_tir=True)
-def {kind}(
-    A: T.Buffer((4,), "uint8", offset_factor=1),
-    B: T.Buffer(({lanes}, 4), "int8", offset_factor=1),
-    C: T.Buffer(({lanes},), "int32", offset_factor=1, scope="local"),
-) -> None:
-    with T.sblock("root"):
-        T.reads(C[0:{lanes}], A[0:4], B[0:{lanes}, 0:4])
-        T.writes(C[0:{lanes}])
-"""
-_DESC: Final = """
-        for i in T.serial(0, {lanes}):
-            for k in T.serial(0, 4):
-                with T.sblock("update"):
-                    vi, vk = T.axis.remap("SR", [i, k])
-                    C[vi] = C[vi] + T.cast(A[vk], "int32") * T.cast(B[vi, vk], "int32")
-"""
-_IMPL: Final = """
-        C[T.ramp(T.int32(0), 1, {lanes})] = T.call_llvm_pure_intrin(
-            T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.{bits}"),
-            C.vload([0], dtype="int32x{lanes}"),
-            T.reinterpret(
-                T.broadcast(T.reinterpret(A.vload([0], "uint8x4"), dtype="int32"), {lanes}), dtype="uint8x{bytes}"
-            ),
-            B.vload([0, 0], dtype="int8x{bytes}"),
-            dtype="int32x{lanes}",
-        )
-"""
-
-
-#: What the intrinsic is called, before its number of sums.
-_NAME: Final = "tunery_vpdpbusd_"
-_NAMED: Final = re.compile(rf"{_NAME}(\d+)")
-
-
-@functools.cache
-def dot_intrinsic(lanes: int) -> str:
-    """The name under which TVM knows `vpdpbusd` of so many sums, a whole register of them."""
-    sizes = {"lanes": lanes, "bits": 32 * lanes, "bytes": 4 * lanes}
-    desc, impl = (
-        from_source((_DOT + body).format(kind=kind, **sizes)) for kind, body in (("desc", _DESC), ("impl", _IMPL))
-    )
-    name = f"{_NAME}{lanes}"
-    TensorIntrin.register(name, desc, impl, override=True)
-    return name
-
-
-def register_intrinsics(trace: str) -> None:
-    """Make known to this process what a stored trace replaces loops by: it is made where it is used first."""
-    for lanes in set(_NAMED.findall(trace)):
-        dot_intrinsic(int(lanes))
 
 
 class IntegerTemplate(Template):
@@ -85,27 +26,31 @@ class IntegerTemplate(Template):
     def configs(self, geometry: Geometry, cpu: Cpu) -> list[Config]:
         g = geometry
         vectors = max(1, g["v"] // cpu.lanes)
+        has_dot = bool(cpu.dot) and g["v"] % cpu.lanes == 0 and (cpu.dot == SDOT) == bool(g.get("signed"))
+        halves = 2 if cpu.dot == PMADDWD else 1
         operations = 2 * g["n"] * g["o"] * g["h"] * g["w"] * g["v"] * g["ic"] * g["kh"] * g["kw"] * g["ii"]
-        found: list[Config] = [
-            {"tile_o": tile_o, "tile_w": tile_w, "dot": dot, "by_rows": by_rows, "parallel": parallel}
+        fitting: list[Config] = [
+            {"tile_o": tile_o, "tile_w": tile_w, "dot": int(has_dot), "by_rows": by_rows, "parallel": parallel}
             for tile_o in divisors(g["o"], 6)
-            for tile_w in self._widths(g["w"], cpu.registers)
-            # The sums, the weights of a step, and the data that goes to all lanes.
-            if tile_o * tile_w * vectors + tile_o * vectors + 1 <= cpu.registers
-            # Fewer sums leave a product waiting for the one before it.
-            and tile_o * tile_w * vectors >= min(_MIN_SUMS, g["w"])
-            for dot in ((1,) if cpu.dot and g["v"] == cpu.lanes else (0,))
+            # The sums, the weights of a step, and the data that goes to all lanes, both by halves for `pmaddwd`.
+            for tile_w in self._widths(
+                g["w"], (cpu.registers - (tile_o * vectors + 1) * halves) // (tile_o * vectors), exact=has_dot
+            )
             for by_rows in (0, 1)
             for parallel in ((1,) if operations > _SERIAL_OPERATIONS else (0, 1))
         ]
-        found.sort(key=lambda config: self._badness(g, config, vectors))
-        return found
+        # Fewer sums leave a product waiting for the one before it.
+        enough = [c for c in fitting if c["tile_o"] * c["tile_w"] * vectors >= min(_MIN_SUMS, g["w"])]
+        return sorted(enough or fitting, key=lambda config: self._badness(g, config, vectors))
 
     @staticmethod
-    def _widths(width: int, most: int) -> list[int]:
-        """Widths that divide the row, and the most that fit where no good one does: their tail is cut off."""
-        exact = divisors(width, most)
-        return exact if exact[-1] >= min(width, 6) else [*exact, *spread(range(6, min(width, most) + 1), 6)]
+    def _widths(width: int, most: int, *, exact: bool) -> list[int]:
+        """Widths of at most `most` that divide the row, and others where no good one does: their tail is cut off, which
+        TVM cannot do with tensor intrinsics."""
+        found = divisors(width, most)
+        if exact or most < 1 or found[-1] >= min(width, most, 6):
+            return found
+        return [*found, *spread(range(min(most, 6), min(width, most) + 1), 6)]
 
     @staticmethod
     def _badness(g: Geometry, c: Config, vectors: int) -> float:
@@ -139,7 +84,9 @@ class IntegerTemplate(Template):
             schedule.vectorize(v)
         self._write_back(schedule, schedule.decompose_reduction(total, ic))
         if c["dot"]:
-            schedule.tensorize(v, dot_intrinsic(geometry["v"]))
+            vector, lanes = schedule.split(v, [None, cpu.lanes])
+            schedule.unroll(vector)
+            schedule.tensorize(lanes, dot_intrinsic(cpu.dot, cpu.lanes))
 
     @staticmethod
     def _place_rows(schedule: Any, block: Any, g: Geometry, c: Config, cpu: Cpu) -> None:

@@ -23,6 +23,14 @@ Config: TypeAlias = Mapping[str, int]
 TEMPLATE_ATTR: Final = "tunery.template"
 GEOMETRY_ATTR: Final = "tunery.geometry"
 
+#: How a CPU may add dot products of four bytes (`dot.py`).
+VPDPBUSD: Final = "vpdpbusd"
+USDOT: Final = "usdot"
+SDOT: Final = "sdot"
+PMADDWD: Final = "pmaddwd"
+#: What `SDOT` wants taken off data of uint8, which makes it int8.
+BELOW: Final = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
@@ -33,7 +41,7 @@ class Cpu:
     l1_bytes: int
     l2_bytes: int
     threads: int
-    dot: bool = False  #: whether it has `vpdpbusd`, four products of uint8 by int8 in one, on whole registers
+    dot: str = ""  #: how it adds dot products of bytes to whole registers, "" if in none of these ways
 
 
 class Template(ABC):

@@ -1,0 +1,269 @@
+"""Which operators of a quantized graph are computed in integers, and their calls.
+
+An operator that sums reads uint8 data where a dequantization lies before it, and weights where one of int8 does. It is
+computed in integers if it is one that `workers.graph.integer` has; else the dequantization is a kernel's first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+import tvm
+from numpy.typing import NDArray
+from tvm import relax
+
+from workers.graph.computations import Computation, Pooling
+from workers.graph.folding import in_units
+from workers.graph.integer import IntegerConvolution, offsets
+from workers.graph.layout import Slots
+from workers.graph.nodes import (
+    Blocked,
+    Group,
+    Node,
+    averages_pixels,
+    dtype_of,
+    fits_pool,
+    is_depthwise,
+    is_nchw,
+    read,
+    shape_of,
+    size_of,
+    window_of,
+)  # fmt: skip
+from workers.graph.parts import Fused, Window
+from workers.graph.pointwise import OPERATORS, VALUE, Program, Step
+from workers.graph.quantized import Grid, Weights, grid_of, weights_of
+from workers.search.templates.knobs import BELOW
+
+Array = NDArray[Any]
+
+#: A plain input of at most this many channels is read by the first convolution as it is.
+FEW_CHANNELS: Final = 8
+#: Rows of a product of integers that are computed as images of one pixel.
+_FEW_ROWS: Final = 64
+AVERAGES: Final = ("mean", "nn.avg_pool2d")
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What an operator reads that sums integers: uint8 data on a grid, or float32 that is quantized to it first."""
+
+    source: Any
+    grid: Grid
+    weights: Weights | None  #: None for an average
+    absorbed: tuple[int, ...]  #: nodes that it does the work of
+    quantizes: bool = False
+    signed: bool = False  #: whether products are of data less 128
+
+    @property
+    def summed(self) -> Grid:
+        """The grid of the integers that are multiplied."""
+        return replace(self.grid, zero=self.grid.zero - BELOW) if self.signed else self.grid
+
+
+class IntegerNodes:
+    """The nodes of a graph, and what of them is in kernels so far."""
+
+    def __init__(self, module: tvm.ir.IRModule, *, signed: bool) -> None:
+        """NotBlockable if `main` is not one dataflow block of static shapes."""
+        self._signed = signed  #: whether dot products are of int8 by int8
+        self._nodes = list(read(module))
+        self._index = {node.variable: node.index for node in self._nodes}
+        self._group_of: dict[int, Group] = {}
+        self._blocked: set[int] = set()
+        self._integers: dict[int, Integers] = {}  #: by the anchor of a group
+
+    def _node(self, expression: Any) -> Node | None:
+        index = self._index.get(expression) if isinstance(expression, relax.Var) else None
+        return None if index is None else self._nodes[index]
+
+    def _is_blocked(self, expression: Any) -> bool:
+        node = self._node(expression)
+        return node is not None and node.index in self._blocked
+
+    def _dequantized(self, expression: Any) -> Node | None:
+        """What dequantizes uint8 to this, if that is so and not part of a kernel yet."""
+        node = self._node(expression)
+        if node is None or node.operator != "dequantize" or node.index in self._group_of:
+            return None
+        grid = grid_of(node.arguments, dtype_of(node.arguments[0]))
+        return node if grid is not None and grid.dtype == "uint8" else None
+
+    def _may_end_at(self, node: Node) -> bool:
+        """Whether a kernel may have this as its last: not real numbers that another would rather have as integers."""
+        if node.operator != "dequantize":
+            return True
+        return not any(self._wants_integers(self._nodes[use]) for use in node.uses if use >= 0)
+
+    def _wants_integers(self, node: Node) -> bool:
+        if node.operator in ("nn.conv2d", "matmul"):
+            return self._integers_of(node) is not None
+        return node.operator in OPERATORS or node.operator in AVERAGES
+
+    def _integers_of(self, node: Node) -> Integers | None:
+        """What this reads as integers, if it is an operator that sums them."""
+        if node.operator not in ("nn.conv2d", "matmul", *AVERAGES):
+            return None
+        dequantized = self._dequantized(node.arguments[0])
+        if dequantized is None:
+            return None
+        source = dequantized.arguments[0]
+        grid = grid_of(dequantized.arguments, dtype_of(source))
+        assert grid is not None
+        if node.operator in AVERAGES:
+            fits = averages_pixels(node) if node.operator == "mean" else fits_pool(node)
+            return Integers(source, grid, None, (dequantized.index,)) if self._is_blocked(source) and fits else None
+        if node.operator == "nn.conv2d":
+            if not is_nchw(node):
+                return None
+            outputs, rank = 0, 4
+        else:
+            # Rows are images of one pixel: many of them would be better served.
+            if len(node.shape) != 2 or (node.shape[0] > _FEW_ROWS and not self._is_blocked(source)):
+                return None
+            outputs, rank = 1, 2
+        weight = self._node(node.arguments[1])
+        weights = None if weight is None else weights_of(weight.value, outputs, rank)
+        if weights is None:
+            return None
+        signed = self._signed and not (node.operator == "nn.conv2d" and is_depthwise(node))
+        found = Integers(source, grid, weights, (dequantized.index,), signed=signed)
+        try:
+            offsets(found.summed.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
+        except OverflowError:
+            return None
+        made = self._node(source)
+        if (
+            made is not None
+            and made.operator == "quantize"
+            and made.index not in self._group_of
+            and made.uses == [dequantized.index]
+            and rank == 4
+            and int(node.attributes.groups) == 1
+            and made.shape[1] <= FEW_CHANNELS
+            and not self._is_blocked(made.arguments[0])
+        ):
+            return replace(found, source=made.arguments[0], absorbed=(made.index, dequantized.index), quantizes=True)
+        return found
+
+    def _reads_weights(self, node: Node) -> bool:
+        """Whether this dequantizes what is read as integers alone."""
+        return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
+
+
+class Emission(Protocol):
+    """The writing of a graph that a call is part of."""
+
+    _graph: Any
+    _builder: relax.BlockBuilder
+
+    def _blocked(self, expression: Any, slots: Slots | None) -> Blocked: ...
+    def _plain(self, variable: Any) -> Any: ...
+    def _wanted_slots(self, operands: Sequence[Any], shape: tuple[int, ...]) -> Slots | None: ...
+    def _fuse(
+        self, group: Group, slots: Slots, shape: tuple[int, ...], shift: Array | None = None,
+        steps: Sequence[Step] | None = None, operands: Sequence[Any] | None = None,
+    ) -> tuple[Fused, list[Any]]: ...  # fmt: skip
+    def _call(
+        self, computation: Computation, data: Sequence[Any], *, weight: Array | None = None,
+        table: Array | None = None, others: Sequence[Any] = (),
+    ) -> Any: ...  # fmt: skip
+
+
+def integer_convolution(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Blocked:
+    """A convolution or product of rows, from sums of integers to whatever its epilogue makes of them."""
+    block, grid = emission._graph.block, integers.grid
+    if node.operator == "nn.conv2d" and int(node.attributes.groups) > 1:
+        return (_depthwise if is_depthwise(node) else _grouped)(emission, group, node, integers, weights, shape)
+    window = window_of(node) if node.operator == "nn.conv2d" else Window()
+    out = emission._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    fused, others = emission._fuse(group, out, shape, None, steps, operands)
+    source = integers.source
+    pre = Fused()
+    if integers.quantizes:
+        numbers = (grid.scale, grid.zero, *grid.bounds)
+        pre = Fused(Program((Step("quantize", (VALUE, *(("number", float(n)) for n in numbers))),)))
+    arranged = out.fill(weights.integers)
+    channels = shape_of(source)[1]
+    if integers.quantizes or (channels <= FEW_CHANNELS and not emission._graph._is_blocked(source)):
+        value = emission._plain(source)
+        conv = IntegerConvolution(
+            shape[0],
+            1,
+            *size_of(shape_of(source)),
+            out.blocks,
+            block,
+            grid.zero,
+            window,
+            channels,
+            pre,
+            fused,
+            integers.signed,
+        )
+        if len(shape_of(source)) != 4:
+            value = emission._builder.emit(relax.op.reshape(value, conv.data_shape))
+    else:
+        data = emission._blocked(source, None)
+        value, arranged = data.variable, data.slots.fill(arranged, axis=1)
+        conv = IntegerConvolution(
+            shape[0],
+            data.slots.blocks,
+            *data.size,
+            out.blocks,
+            block,
+            grid.zero,
+            window,
+            0,
+            pre,
+            fused,
+            integers.signed,
+        )
+    variable = emission._call(conv, [value], weight=arranged, others=[*_constants(out, added, factor), *others])
+    return Blocked(variable, out, shape)
+
+
+def _depthwise(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Blocked:
+    """A convolution of each channel by itself: slots stay what they are."""
+    data = emission._blocked(integers.source, None)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.grid, weights)
+    fused, others = emission._fuse(group, data.slots, shape, None, steps, operands)
+    pool = Pooling(
+        "depthwise", shape[0], data.slots.blocks, *data.size, emission._graph.block, window_of(node), False, Fused(),
+        fused, data.dtype, integers.grid.zero,
+    )  # fmt: skip
+    packed = data.slots.fill(weights.integers[:, 0])
+    constants = _constants(data.slots, added, factor)
+    return Blocked(
+        emission._call(pool, [data.variable], weight=packed, others=[*constants, *others]), data.slots, shape
+    )
+
+
+def _grouped(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Blocked:
+    """A convolution of several groups, from channels in order to channels in order."""
+    block, groups = emission._graph.block, int(node.attributes.groups)
+    channels = shape_of(integers.source)[1]
+    data = emission._blocked(integers.source, Slots.in_order(channels, block))
+    out = Slots.in_order(shape[1], block)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    fused, others = emission._fuse(group, out, shape, None, steps, operands)
+    conv = IntegerConvolution(
+        shape[0], data.slots.blocks, *data.size, out.blocks, block, integers.grid.zero, window_of(node), 0, Fused(),
+        fused, integers.signed, groups, (channels // groups, shape[1] // groups),
+    )  # fmt: skip
+    arranged, constants = out.fill(weights.integers), _constants(out, added, factor)
+    return Blocked(emission._call(conv, [data.variable], weight=arranged, others=[*constants, *others]), out, shape)
+
+
+def _constants(slots: Slots, added: Array, factor: Array) -> list[Any]:
+    """One of each for a slot, [blocks, block]."""
+    return [relax.const(slots.fill(vector).reshape(slots.blocks, slots.block)) for vector in (added, factor)]
