@@ -110,6 +110,28 @@ def test_idempotency_key(service: Service, model: str, batch: int) -> None:
     assert (bad.status_code, bad.json()["field"]) == (422, "Idempotency-Key")
 
 
+def test_dimensions_that_are_not_fixed(service: Service) -> None:
+    """A picture of whatever batch, height and width (tvm#15336) needs a shape, which is then in the key."""
+    from onnx import TensorProto, helper
+
+    picture = helper.make_tensor_value_info("data", TensorProto.FLOAT, ["N", 3, -1, "?"])
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 3, 3, 3], [0.125] * 108)
+    nodes = [helper.make_node("Conv", ["data", "w"], ["c"]), helper.make_node("GlobalAveragePool", ["c"], ["y"])]
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4, 1, 1])
+    graph = helper.make_graph(nodes, "resnet", [picture], [result], [weight])
+    onnx_model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    model = service.upload(onnx_model.SerializeToString())
+    refused = service.http.post("/v1/jobs", json={"model": model})
+    assert refused.status_code == 422
+    assert (refused.json()["type"], refused.json()["field"]) == ("/problems/shape-mismatch", "inputs.data.shape")
+    assert "dimension 0 of [N, 3, ?, ?] is not fixed by the model" in refused.json()["detail"]
+    shapes = [[1, 3, 9, 9], [2, 3, 9, 11]]
+    jobs = [service.http.post("/v1/jobs", json={"model": model, "inputs": {"data": {"shape": s}}}) for s in shapes]
+    assert [job.status_code for job in jobs] == [201] * 2
+    assert len({job.json()["key"] for job in jobs}) == 2
+    assert [job.json()["spec"]["inputs"]["data"]["shape"] for job in jobs] == shapes
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "field"),
     [

@@ -242,6 +242,19 @@ def power(graph: Graph, node: NodeProto) -> bool:
     return True
 
 
+def clip(graph: Graph, node: NodeProto) -> bool:
+    """TVM answers NaN everywhere where a bound is NaN, which ONNX Runtime takes for none."""
+    bounds = [graph.value(node, place) for place in (1, 2)]
+    if not any(bound is not None and bound.dtype.kind == "f" and np.isnan(bound).any() for bound in bounds):
+        return False
+    kept = [
+        name if bound is None or not np.isnan(bound).any() else ""
+        for name, bound in zip((*node.input[1:], "", "")[:2], bounds, strict=True)
+    ]
+    graph.op("Clip", [node.input[0], *kept] if any(kept) else [node.input[0]], node.output[0])
+    return True
+
+
 def reduce_bool(graph: Graph, node: NodeProto) -> bool:
     """TVM has no largest or smallest of truths."""
     if graph.dtype(node.input[0]) != TensorProto.BOOL:
@@ -327,6 +340,7 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "BatchNormalization": batch_normalization,
     "BitShift": bit_shift,
     "Cast": cast_of_constant,
+    "Clip": clip,
     "ConvTranspose": conv_transpose,
     "Dropout": dropout,
     "EyeLike": eye_like,

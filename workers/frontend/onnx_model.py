@@ -59,6 +59,20 @@ _RANDOM: Final = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
 
+#: Inputs that shapes of results are made of, by their places.
+_SHAPES_FROM: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("Expand", "OneHot", "Pad", "Reshape", "Split", "Squeeze", "Tile", "TopK", "Unsqueeze"), (1,)),
+    **dict.fromkeys(
+        (f"Reduce{of}" for of in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")),
+        (1,),
+    ),
+    "ConstantOfShape": (0,),
+    "Range": (0, 1, 2),
+    "Resize": (2, 3),
+}
+#: Operators that tell of a tensor's shape or type, or of a sequence's length, and of no numbers in it.
+_SHAPES_ONLY: Final = frozenset({"CastLike", "EyeLike", "OptionalHasElement", "SequenceLength", "Shape", "Size"})
+
 #: A dimension's symbol. Exporters also write "?", "-1" or nothing for an unknown size; those bind independently.
 _SYMBOL = re.compile(r"[A-Za-z_][\w.:/ +*-]*")
 
@@ -293,7 +307,7 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
 
     A node that depends on constants and shapes alone is folded before import, whatever its operator, and an operator
     with a standard or local definition is replaced by it. Of a model in which that and the rewrites are done,
-    `folded`, the importer must know every operator.
+    `folded`, the importer must know every operator. A shape that depends on the numbers of an input is no shape.
     """
     opset = opset_of(model)
     if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
@@ -304,6 +318,8 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
     local = {(function.domain, function.name) for function in model.functions}
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     _check_nodes(model.graph.node, constant, local, opset, folded)
+    if not folded:
+        _check_shapes(model.graph, opset)
 
 
 def _check_nodes(
@@ -334,6 +350,28 @@ def _check_nodes(
                 continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type
         raise unsupported(name, name_of(node), opset, "; export the model without it, or fold it into constants")
+
+
+def _check_shapes(graph: GraphProto, opset: int) -> None:
+    """UnsupportedOperator for a node whose result's shape is what somebody feeds.
+
+    Only what is certain counts: of functions, and of operators that hold graphs, nobody looks at what they give.
+    """
+    stored = {tensor.name for tensor in graph.initializer}
+    fed = {value.name: value.name for value in graph.input if value.name not in stored}
+    for node in graph.node:
+        if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED or node.op_type in _SHAPES_ONLY:
+            continue
+        for place in _SHAPES_FROM.get(node.op_type, ()):
+            if place < len(node.input) and node.input[place] in fed:
+                raise unsupported(
+                    node.op_type, name_of(node), opset,
+                    f": the shape of its result depends on the numbers in input {fed[node.input[place]]!r}; make "
+                    f"{node.input[place]!r} a constant of the model",
+                )  # fmt: skip
+        source = next((fed[name] for name in node.input if name in fed), None)
+        if source is not None:
+            fed.update(dict.fromkeys(node.output, source))
 
 
 def _reads(node: NodeProto) -> set[str]:

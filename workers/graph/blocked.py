@@ -382,7 +382,25 @@ class BlockedGraph(IntegerNodes):
         if source.index in self._group_of:
             # Of a single head, the reshape may be the last part of a kernel: what it reads is not seen outside.
             return expression, View()
-        return source.arguments[0], View(heads, axes == [0, 2, 3, 1])
+        rows, begin = self._columns_of(source.arguments[0])
+        if begin % size or _shape(rows)[-1] % size or self._is_blocked(rows):
+            return source.arguments[0], View(heads, axes == [0, 2, 3, 1])
+        beside = _shape(rows)[-1] // size
+        return rows, View(heads, axes == [0, 2, 3, 1], begin // size, 0 if beside == heads else beside)
+
+    def _columns_of(self, expression: Any) -> tuple[Any, int]:
+        """The rows that this is a part of, if they are split into columns, and which column it begins with."""
+        node = self._node(expression)
+        if node is None or not isinstance(node.value, relax.TupleGetItem):
+            return expression, 0
+        split = self._node(node.value.tuple_value)
+        if split is None or split.operator != "split":
+            return expression, 0
+        rows = split.arguments[0]
+        if int(split.attributes.axis) % len(_shape(rows)) != len(_shape(rows)) - 1:
+            return expression, 0
+        before = list(split.variable.ty.fields)[: node.value.index]
+        return rows, sum(int(part.shape.values[-1]) for part in before)
 
     def _merge_heads(self, group: _Group) -> None:
         """Where the results of all heads are only laid beside each other in rows, they are written there at once."""

@@ -739,10 +739,13 @@ class View:
 
     With `heads` 0 the tensor is [batch, rows, columns]. Else it is [batch / heads × rows, heads × columns]: matrices of
     attention's heads lie beside each other in rows of all. `transposed` swaps rows and columns of every matrix.
+    A row may hold matrices of others too, `beside` in all: these are then those from the one of number `first` on.
     """
 
     heads: int = 0
     transposed: bool = False
+    first: int = 0
+    beside: int = 0  #: 0: no others
 
     def shape(self, batch: int, rows: int, columns: int) -> tuple[int, ...]:
         """Of the tensor, for matrices rows × columns as they are read."""
@@ -750,7 +753,7 @@ class View:
             rows, columns = columns, rows
         if not self.heads:
             return (batch, rows, columns)
-        return (batch // self.heads * rows, self.heads * columns)
+        return (batch // self.heads * rows, (self.beside or self.heads) * columns)
 
     def index(self, rows: int, columns: int, b: Any, r: Any, c: Any) -> tuple[Any, ...]:
         """Where element (r, c) of matrix b is."""
@@ -758,7 +761,7 @@ class View:
             rows, columns, r, c = columns, rows, c, r
         if not self.heads:
             return (b, r, c)
-        return (b // self.heads * rows + r, b % self.heads * columns + c)
+        return (b // self.heads * rows + r, (self.first + b % self.heads) * columns + c)
 
     def place(self, rows: int, columns: int, index: Sequence[Any], block: int) -> tuple[Any, ...]:
         """The reverse of `index` for what is not transposed: matrix, block of columns, row and column within it."""

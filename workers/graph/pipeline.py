@@ -13,6 +13,8 @@ import tvm_ffi
 from tvm import relax
 from tvm.relax import dpl
 
+from workers.graph.algebra import ApplyIdentities
+from workers.graph.projections import MergeProjections
 from workers.graph.quantized import FoldConstants
 
 PIPELINE: Final = "cpu-blocked-4"
@@ -35,6 +37,9 @@ def simplify() -> tvm.transform.Pass:
             relax.transform.CanonicalizeBindings(),
             relax.transform.EliminateCommonSubexpr(),
             FoldConstants(),
+            ApplyIdentities(),
+            relax.transform.DeadCodeElimination(),
+            MergeProjections(),
             relax.transform.DeadCodeElimination(),
         ],
         name="simplify",

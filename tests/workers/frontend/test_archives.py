@@ -101,7 +101,7 @@ def test_same_model_as_in_one_file(pack: Callable[..., bytes], folder: str, tmp_
 
 
 def test_data_is_in_the_digest(tmp_path: Path) -> None:
-    """One byte of a data file changes the digest (onnx#3559)."""
+    """One byte of a data file changes the digest (tvm#6022, onnx#3559)."""
     model, data = with_data_file()
     changed = bytes([data[0] ^ 1]) + data[1:]
     digests = {

@@ -1,9 +1,10 @@
 """Faults that people reported of ONNX importers: each tried on a small model, against ONNX Runtime on the same inputs.
 
-Held elsewhere: Softmax of opset 11 (tvm#20183), Gather (tvm#20217), ReduceMean (tvm#18072), NaN (tvm#19572), integers
-(tvm#17835) and the gate before publication (tvm#17947) in `packaging/test_reference.py`; shapes from data (tvm#20174)
-in `test_onnx_import.py`; weights among the inputs (tvm#7055) in `test_onnx_model.py`; data files (onnx#3559,
-onnx#3991) in `test_archives.py`.
+Held elsewhere: Softmax of opset 11 (tvm#20183), Gather (tvm#20217), ReduceMean (tvm#18072), NaN (tvm#19572,
+tvm#19540), integers (tvm#17835) and the gate before publication (tvm#17947) in `packaging/test_reference.py`; schedules
+of integers that are spread (tvm#17947) in `graph/test_operators.py`; shapes from data (tvm#20174, tvm#17866) in
+`test_onnx_import.py`; weights among the inputs (tvm#7055) in `test_onnx_model.py`; dimensions that are not fixed
+(tvm#15336) in `service/test_jobs.py`; data files (tvm#6022, onnx#3559, onnx#3991) in `test_archives.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,37 @@ def quantization_by_channel() -> ModelProto:
     return make_model(nodes, [port("x", 2, 8)], [port("y", 2, 4)], weights)
 
 
+def gemm_by_channel() -> ModelProto:
+    """tvm#15931: activations that are quantized too, and a Gemm of transposed weights with a scale for each row."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "step", "zero"], ["a"]),
+        helper.make_node("DequantizeLinear", ["w", "scales", "zeros"], ["d"], axis=0),
+        helper.make_node("Gemm", ["a", "d", "b"], ["y"], transB=1),
+    ]
+    weights = {
+        "step": np.array(0.05, np.float32),
+        "zero": np.array(128, np.uint8),
+        "w": np.random.default_rng(0).integers(-127, 128, (4, 8)).astype(np.int8),
+        "scales": np.array([0.01, 0.02, 0.03, 0.04], np.float32),
+        "zeros": np.zeros(4, np.int8),
+        "b": normal(4),
+    }
+    return make_model(nodes, [port("x", 2, 8)], [port("y", 2, 4)], weights)
+
+
+def bounds_that_are_no_numbers() -> ModelProto:
+    """tvm#19533: Clip whose lower bound, or upper bound, or both, are NaN: that bound is none."""
+    bounds = {
+        "nan": np.array(np.nan, np.float32),
+        "low": np.array(-0.5, np.float32),
+        "high": np.float32(0.5).reshape(()),
+    }
+    pairs = [("low", "nan"), ("nan", "high"), ("nan", "nan"), ("nan", "")]
+    nodes = [helper.make_node("Clip", ["x", *pair], [f"y{index}"]) for index, pair in enumerate(pairs)]
+    return make_model(nodes, [port("x", 3, 5)], [port(f"y{index}", 3, 5) for index in range(4)], bounds)
+
+
 def constants_of_one_shape() -> ModelProto:
     """apache/tvm-ffi#645: two convolutions whose different weights have one shape, and many small constants."""
     nodes = [helper.make_node("Conv", ["x", "w0"], ["c0"]), helper.make_node("Conv", ["c0", "w1"], ["s0"])]
@@ -142,6 +174,8 @@ MODELS = [
     shapes_from_initializers,
     scalar_quantization,
     quantization_by_channel,
+    gemm_by_channel,
+    bounds_that_are_no_numbers,
     constants_of_one_shape,
     reductions_of_opset_18,
     reductions_of_opset_13,

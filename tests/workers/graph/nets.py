@@ -16,7 +16,7 @@ class Net:
 
     def __init__(self, seed: int = 0, opset: int = 17) -> None:
         self._generator = np.random.default_rng(seed)
-        self._opset = opset
+        self.opset = opset
         self._nodes: list[NodeProto] = []
         self._inputs: list[ValueInfoProto] = []
         self._weights: dict[str, NDArray[Any]] = {}
@@ -63,7 +63,7 @@ class Net:
         return self.conv(self.input(batch, 3, height, width), 3, channels)
 
     def model(self, *outputs: str) -> ModelProto:
-        return make_model(self._nodes, self._inputs, [port(name) for name in outputs], self._weights, opset=self._opset)
+        return make_model(self._nodes, self._inputs, [port(name) for name in outputs], self._weights, opset=self.opset)
 
     def _name(self, stem: str) -> str:
         self._count += 1

@@ -99,8 +99,23 @@ def islands() -> ModelProto:
     return net.model(net("ReduceMax", y, axes=[2], keepdims=0), net("MatMul", flat, net.weights(64, 5)))
 
 
+def spread_integers() -> ModelProto:
+    """Integers spread over new axes and combined, as in tvm#17947, whose tuned library held 9 wrong ones of 60."""
+    return make_model(
+        [
+            helper.make_node("Expand", ["x", "shape"], ["e"]),
+            helper.make_node("Mul", ["e", "c"], ["m"]),
+            helper.make_node("ReduceSum", ["m", "axis"], ["s"], keepdims=1),
+            helper.make_node("Sub", ["e", "s"], ["y"]),
+        ],
+        [port("x", 4, 1, dtype=TensorProto.INT64)],
+        [port("y", 5, 4, 3, dtype=TensorProto.INT64), port("e", 5, 4, 3, dtype=TensorProto.INT64)],
+        {"shape": np.array([5, 4, 3]), "c": np.arange(-251, 252, 9)[:15].reshape(5, 1, 3), "axis": np.array([0])},
+    )
+
+
 MODELS = [resnet, densenet, squeeze_and_excite, classifier, diamond, odd_concat, conv_bn_relu, matmuls, attention,
-          rows_regrouped, halves, not_ours, islands]  # fmt: skip
+          rows_regrouped, halves, not_ours, islands, spread_integers]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", MODELS)
