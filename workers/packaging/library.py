@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tvm.s_tir import meta_schedule as ms
 from tuning_db.errors import BuildFailed
 from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
-from workers.linker import linker_for
+from workers.linker import export_for
 from workers.said import last_line
 
 
@@ -48,8 +47,7 @@ def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Pa
     try:
         with pipeline.pass_context():
             executable = relax.build(module, target, relax_pipeline=pipeline.lower_to_vm(place))
-        # The compiler driver of this machine links what is for it, and knows what else there is to link.
-        executable.export_library(str(path), fcompile=None if arch == platform.machine() else linker_for(arch).export)
+        executable.export_library(str(path), fcompile=export_for(arch))
     except Exception as error:  # LLVM, the linker and every pass raise their own
         raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
     return place.plan
