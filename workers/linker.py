@@ -10,11 +10,12 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from workers.elf import HEAD_BYTES, machine_of
 from workers.said import last_line
 
 
@@ -98,15 +99,27 @@ def linker_for(arch: str) -> Linker:
     )
 
 
+def export_for(arch: str) -> Callable[..., object]:
+    """What TVM's `export_library` is to link a whole model with. The compiler driver of this machine links what is for
+    it, and knows what else there is to link. Raises NoLinker."""
+    if arch != platform.machine():
+        return linker_for(arch).export
+    from tvm.support import cc
+
+    create_shared: Callable[..., object] = cc.create_shared
+    return create_shared
+
+
 def check_machine(library: Path, arch: str) -> None:
     """Removes `library` and raises WrongMachine unless it is for `arch`: linkers have been seen to take a stranger's
     objects without a word."""
     with library.open("rb") as file:
-        header = file.read(20)
-    if len(header) < 20 or header[:4] != b"\x7fELF":
+        head = file.read(HEAD_BYTES)
+    try:
+        machine = machine_of(head)
+    except ValueError:
         found = "is no ELF file"
     else:
-        machine = (int.from_bytes(header[18:20], "little" if header[5] == 1 else "big"), header[4])
         if machine == _ARCHITECTURES[arch].machine:
             return
         names = [name for name, known in _ARCHITECTURES.items() if known.machine == machine]

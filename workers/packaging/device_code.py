@@ -8,18 +8,16 @@ source by cubins. An ELF file's own fields tell the architecture: nothing is tak
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from tuning_db.errors import BuildFailed
+from workers.elf import Elf
 
 #: The symbol under which TVM's runtime finds the modules that a library embeds.
 SYMBOL: Final = "__tvm_ffi__library_bin"
-_HEADER_BYTES: Final = 64
-_STB_GLOBAL: Final = 1  #: a symbol's binding
-_ET_REL: Final = 1  #: an ELF file's type, of object files
 _EM_CUDA: Final = 190  #: an ELF file's machine, of cubins
 #: EI_ABIVERSION of a cubin from which on e_flags hold the architecture in bits 8 to 15; before, in bits 0 to 7
 #: (llvm/include/llvm/BinaryFormat/ELF.h, EF_CUDA_SM).
@@ -38,7 +36,7 @@ class Cubin:
     def read(cls, code: bytes) -> Self:
         """BuildFailed if `code` is no cubin."""
         try:
-            elf = _Elf(code)
+            elf = Elf(code)
         except (ValueError, struct.error):
             raise BuildFailed(f"{len(code)} bytes of GPU code are no machine code") from None
         if elf.machine != _EM_CUDA:
@@ -86,13 +84,13 @@ def replace_source(file: bytes, cubins: Mapping[str, bytes]) -> bytes:
             body += _string(_with_cubin(module.data, cubins))
         elif module.kind != "_lib":
             body += _string(module.data)
-    return _Elf(file).with_data(SYMBOL, _string(bytes(body)))
+    return Elf(file).with_data(SYMBOL, _string(bytes(body)))
 
 
 def embedded(file: bytes) -> bytes:
     """The modules that an object or a library embeds, packed. BuildFailed if it embeds none."""
     try:
-        elf = _Elf(file)
+        elf = Elf(file)
         start = elf.offset_of(SYMBOL)
         (size,) = struct.unpack_from("<Q", file, start)
     except (ValueError, struct.error) as error:
@@ -162,88 +160,3 @@ def _binary(module: bytes) -> bytes:
             return module[start:]
         start = module.find(b"\x7fELF", start + 1)
     raise BuildFailed("the library's GPU code is no machine code")
-
-
-# --- ELF: 64-bit, little-endian, as all devices here have it ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Section:
-    name: int
-    type: int
-    address: int
-    offset: int
-    size: int
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Symbol:
-    name: str
-    section: int
-    value: int
-    at: int  #: where in the file its entry is
-
-
-class _Elf:
-    """Of an ELF file what is asked here. ValueError or struct.error for anything else."""
-
-    def __init__(self, data: bytes) -> None:
-        if data[:6] != b"\x7fELF\x02\x01" or len(data) < _HEADER_BYTES:
-            raise ValueError("no 64-bit ELF file")
-        self._data = data
-        self.abi_version = data[8]
-        self.type, self.machine = struct.unpack_from("<HH", data, 16)
-        (sections_at,) = struct.unpack_from("<Q", data, 40)
-        (self.flags,) = struct.unpack_from("<I", data, 48)
-        entry_size, count, names = struct.unpack_from("<HHH", data, 58)
-        if names >= count:
-            raise ValueError("an ELF file without names of its sections")
-        self._headers = [sections_at + entry_size * index for index in range(count)]
-        self._sections = [self._section(at) for at in self._headers]
-        self.section_names = [self._name(self._sections[names], section.name) for section in self._sections]
-
-    def offset_of(self, symbol: str) -> int:
-        """Where in the file a symbol's data begins."""
-        found = self._find(symbol)
-        place = self._sections[found.section]
-        # In an object file a value counts from its section, in a library from the whole.
-        return place.offset + found.value - (0 if self.type == _ET_REL else place.address)
-
-    def with_data(self, symbol: str, data: bytes) -> bytes:
-        """This object file with other data for a symbol that is the only one in its section.
-
-        The data goes to the file's end, and the headers point there.
-        """
-        found = self._find(symbol)
-        if self.type != _ET_REL or sum(other.section == found.section for other in self._symbols()) != 1:
-            raise ValueError(f"{symbol} is not alone in a section of an object file")
-        file = bytearray(self._data)
-        file += bytes(-len(file) % 64)
-        struct.pack_into("<QQ", file, self._headers[found.section] + 24, len(file), len(data))
-        struct.pack_into("<Q", file, found.at + 16, len(data))
-        return bytes(file) + data
-
-    def _find(self, name: str) -> _Symbol:
-        for symbol in self._symbols():
-            if symbol.name == name:
-                return symbol
-        raise ValueError(f"no symbol {name}")
-
-    def _symbols(self) -> Iterator[_Symbol]:
-        """Each symbol that is defined here for others: assemblers add marks of their own."""
-        for table in self._sections:
-            if table.type not in (2, 11) or table.link >= len(self._sections):  # SHT_SYMTAB, SHT_DYNSYM
-                continue
-            for at in range(table.offset, table.offset + table.size, 24):
-                name, info, _other, section, value = struct.unpack_from("<IBBHQ", self._data, at)
-                if info >> 4 == _STB_GLOBAL and 0 < section < len(self._sections):
-                    yield _Symbol(self._name(self._sections[table.link], name), section, value, at)
-
-    def _section(self, at: int) -> _Section:
-        name, kind, _flags, address, offset, size, link = struct.unpack_from("<IIQQQQI", self._data, at)
-        return _Section(name, kind, address, offset, size, link)
-
-    def _name(self, strings: _Section, offset: int) -> str:
-        start = strings.offset + offset
-        return self._data[start : self._data.index(b"\0", start)].decode()

@@ -7,24 +7,20 @@ what was linked is read back before anyone gets it.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.support import cc
 
 from tuning_db.errors import BuildFailed
 from workers.graph import gpu, pipeline
+from workers.linker import NoLinker, export_for
 from workers.packaging import device_code, nvrtc
 from workers.said import last_line
-
-#: Host architecture → the compiler that links for it elsewhere.
-_CROSS_LINKERS: Final = {"aarch64": "aarch64-linux-gnu-gcc"}
 
 
 def lower(module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, opt_level: int = 3) -> tvm.ir.IRModule:
@@ -51,7 +47,11 @@ def compile_library(
     the library would hold anything but machine code for that arch. No file is left at `path` then.
     """
     arch = str(target.attrs["arch"])
-    linker = _linker(target)
+    host = str(target.host.attrs["mtriple"]).partition("-")[0]
+    try:
+        export = export_for(host)
+    except NoLinker as error:
+        raise BuildFailed(str(error)) from None
     nvrtc.check(arch)
     try:
         with source_only(), target, gpu.pass_context():
@@ -66,7 +66,7 @@ def compile_library(
         def link(output: str, objects: Sequence[str], **_options: Any) -> None:
             for file in objects:
                 _with_machine_code(Path(file), cubins)
-            cc.create_shared(output, list(objects), cc=linker)
+            export(output, list(objects))
 
         executable.export_library(str(path), fcompile=link)
         return device_code.check(path, arch)
@@ -105,14 +105,3 @@ def _with_machine_code(file: Path, cubins: Mapping[str, bytes]) -> None:
     """Mend the object that embeds modules."""
     if file.name == "devc.o":
         file.write_bytes(device_code.replace_source(file.read_bytes(), cubins))
-
-
-def _linker(target: tvm.target.Target) -> str | None:
-    """The compiler that links for the GPU's host; None, which is TVM's own choice, for this machine's kind."""
-    arch = str(target.host.attrs["mtriple"]).split("-")[0]
-    if arch == os.uname().machine:
-        return None
-    linker = _CROSS_LINKERS.get(arch)
-    if linker is None or shutil.which(linker) is None:
-        raise BuildFailed(f"this machine cannot link for {arch}; install {linker or 'a compiler for it'}")
-    return linker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from tvm.s_tir import meta_schedule as ms
 from tuning_db.errors import BuildFailed
 from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
-from workers.linker import linker_for
+from workers.linker import export_for
 from workers.said import last_line
 
 #: Parts of a model's kernels that are compiled side by side, where there are so many cores; their number must not
@@ -62,12 +61,7 @@ def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Pa
             objects = _compile_side_by_side(others, target, Path(folder))
             constants = dict((lowered.attrs or {}).get("const_name_to_constant", {}))
             executable = vm_build._vmlink(builder, target, first, params=constants)
-            # The compiler driver of this machine links what is for it, and knows what else there is to link.
-            executable.export_library(
-                str(path),
-                addons=[str(file) for file in objects],
-                fcompile=None if arch == platform.machine() else linker_for(arch).export,
-            )
+            executable.export_library(str(path), addons=[str(file) for file in objects], fcompile=export_for(arch))
     except Exception as error:  # LLVM, the linker and every pass raise their own
         raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
     return place.plan
