@@ -43,6 +43,7 @@ from service.client import (
     Tunery,
     TuneryClientError,
     WaitTimeout,
+    wait_all,
 )
 from service.supervisor import StartFailed, Supervisor, settings_complaint
 from tuning_db.jobs import TUNERS
@@ -72,7 +73,11 @@ UrlOption = Annotated[str, typer.Option("--url", envvar="TUNERY_URL", help="Wher
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 InputOption = Annotated[
     list[str] | None,
-    typer.Option("--input", metavar="NAME=1,3,48,192", help="An input's shape; NAME:float32[1,3,48,192] too. Repeat."),
+    typer.Option(
+        "--input",
+        metavar="NAME=1,3,48,192",
+        help="An input's shape; NAME:float32[1,3,48,192] too. Repeat, for one input too: a job and a key each.",
+    ),
 ]
 WinogradOption = Annotated[
     bool,
@@ -83,7 +88,10 @@ WinogradOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Fetch the library into this folder.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Fetch the library into this folder; several: into one for each key in it."),
+]
 TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", min=0.001, help="Stop waiting after so many seconds; the job runs on.")
 ]
@@ -244,30 +252,37 @@ def submit(
     quantization = int8.quantization(min_sqnr_db=min_sqnr_db)
     _make(output)
     with _exit_codes(), Tunery(url) as client:
-        handle = client.submit(
-            _model(model),
-            inputs=_inputs(inputs),
-            device=device,
-            search=search or None,
-            quantization=quantization,
-            options=None if winograd else {"winograd": False},
-        )
-        what = "answered by the finished job" if handle.cached else f"{handle.state.lower()}: job"
-        _finish(handle, wait, timeout, output, as_json, announce=f"{what} {handle.id}, key {handle.key}")
+        common, shapes = _inputs(inputs)
+        wanted: dict[str, Any] = {
+            "inputs": common,
+            "device": device,
+            "search": search or None,
+            "quantization": quantization,
+            "options": None if winograd else {"winograd": False},
+        }
+        file = _model(model)
+        handles = client.submit_shapes(file, shapes, **wanted) if shapes else [client.submit(file, **wanted)]
+        announce = [
+            _label(handle, bool(shapes))
+            + ("answered by the finished job" if handle.cached else f"{handle.state.lower()}: job")
+            + f" {handle.id}, key {handle.key}"
+            for handle in handles
+        ]
+        _finish(handles, wait, timeout, output, as_json, several=bool(shapes), announce=announce)
 
 
 @app.command()
 def wait(
-    job: Annotated[str, typer.Argument(help="A job's id.")],
+    job: Annotated[list[str], typer.Argument(help="A job's id, or several.")],
     timeout: TimeoutOption = None,
     output: OutputOption = None,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a job's progress until it has ended."""
+    """Show jobs' progress until they have ended."""
     _make(output)
     with _exit_codes(), Tunery(url) as client:
-        _finish(client.job(job), True, timeout, output, as_json)
+        _finish([client.job(each) for each in job], True, timeout, output, as_json, several=len(job) > 1)
 
 
 @app.command()
@@ -298,20 +313,24 @@ def key(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest."""
+    """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest. Of several
+    shapes, the keys in their order, if there are all."""
     quantization = int8.quantization()
     with _exit_codes(as_json), Tunery(url) as client:
-        manifest = client.find(
+        common, shapes = _inputs(inputs)
+        manifests = client.find_shapes(
             _model(model),
-            inputs=_inputs(inputs),
+            shapes or [{}],
+            inputs=common,
             device=device,
             quantization=quantization or "none",
             winograd=winograd,
         )
         if as_json:
-            _print_json(manifest)
+            _print_json({"artifacts": manifests} if shapes else manifests[0])
         else:
-            out.print(manifest["key"], soft_wrap=True)
+            for manifest in manifests:
+                out.print(manifest["key"], soft_wrap=True)
 
 
 @app.command()
@@ -461,41 +480,64 @@ def upgrade(
 
 
 def _finish(
-    handle: JobHandle,
+    handles: Sequence[JobHandle],
     wait: bool,
     timeout_s: float | None,
     output: Path | None,
     as_json: bool,
     *,
-    announce: str | None = None,
+    several: bool,
+    announce: Sequence[str] = (),
 ) -> None:
-    """Wait if asked, fetch if asked, and print what came of it."""
-    fetched: FetchedLibrary | None = None
+    """Wait if asked, fetch if asked, and print what came of it. `several` is how it was asked, and how it is printed:
+    libraries then lie in folders named by their keys."""
+    fetched: dict[str, FetchedLibrary] = {}
+    failure: JobFailed | JobCancelled | None = None
     try:
         # Within the block: who presses Ctrl-C as soon as there is a job is told of it too.
-        if announce is not None and not as_json:
-            _say(announce)
+        for sentence in announce if not as_json else ():
+            _say(sentence)
         if wait:
-            with _progress(quiet=as_json or handle.ended) as show:
-                handle.wait(timeout_s, on_event=show)
-            if show is not None:
-                _say(_outcome(handle))
-            if output is not None:
-                with _usable(output, "--output"):
-                    fetched = handle.fetch(output)
+            waited_for = [handle for handle in handles if not handle.ended]
+            with _progress(waited_for, quiet=as_json, several=several) as show:
+                try:
+                    wait_all(handles, timeout_s, on_event=show)
+                except (JobFailed, JobCancelled) as error:
+                    failure = error
+            for handle in handles:
+                if handle.state == "SUCCEEDED":
+                    if handle in waited_for and not as_json:
+                        _say(_label(handle, several) + _outcome(handle))
+                    if output is not None:
+                        with _usable(output, "--output"):
+                            fetched[handle.id] = handle.fetch(output / handle.key if several else output)
+        if failure is not None:
+            raise failure
     except KeyboardInterrupt:
-        if not handle.ended:
-            _say(f"the job runs on; see it with: tunery wait {handle.id}, or end it with: tunery cancel {handle.id}")
+        for handle in handles:
+            if not handle.ended:
+                _say(
+                    f"the job runs on; see it with: tunery wait {handle.id}, or end it with: tunery cancel {handle.id}"
+                )
         raise
     finally:
         # A job that failed is printed too: the exit code says how it ended, the document why.
         if as_json:
-            _print_json(handle.job | ({"fetched": _fetched(fetched)} if fetched else {}))
+            documents = [
+                handle.job | ({"fetched": _fetched(fetched[handle.id])} if handle.id in fetched else {})
+                for handle in handles
+            ]
+            _print_json({"jobs": documents} if several else documents[0])
     if not as_json:
-        if fetched is not None:
-            out.print(str(fetched.library), soft_wrap=True)
-        else:
-            out.print(handle.key if handle.state == "SUCCEEDED" else handle.id, soft_wrap=True)
+        for handle in handles:
+            if handle.id in fetched:
+                out.print(str(fetched[handle.id].library), soft_wrap=True)
+            else:
+                out.print(handle.key if handle.state == "SUCCEEDED" else handle.id, soft_wrap=True)
+
+
+def _label(handle: JobHandle, several: bool) -> str:
+    return f"{_printable(_shapes(handle.job['spec']['inputs']))}: " if several else ""
 
 
 def _outcome(handle: JobHandle) -> str:
@@ -515,39 +557,47 @@ def _outcome(handle: JobHandle) -> str:
 
 
 class _Show:
-    """Events as a progress bar on stderr."""
+    """Events as progress bars on stderr, one for each job."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, handles: Sequence[JobHandle], several: bool) -> None:
         self._progress = progress
-        self._task = progress.add_task("waiting for a worker", total=None)
+        self._several = several
+        waiting = "waiting" if several else "waiting for a worker"
+        self._tasks = {
+            handle.id: progress.add_task(_label(handle, several) + waiting, total=None) for handle in handles
+        }
 
-    def __call__(self, event: Event) -> None:
-        data = event.data
+    def __call__(self, handle: JobHandle, event: Event) -> None:
+        data, task, label = event.data, self._tasks[handle.id], _label(handle, self._several)
         if event.type == "state":
-            self._progress.update(self._task, description=str(data.get("state", "")).lower())
+            self._progress.update(task, description=label + str(data.get("state", "")).lower())
         elif event.type == "stage":
-            self._progress.update(self._task, description=str(data.get("stage", "")))
+            self._progress.update(task, description=label + str(data.get("stage", "")))
         elif event.type == "trial":
-            self._progress.update(self._task, completed=data.get("trial") or 0, total=data.get("trials"))
+            self._progress.update(task, completed=data.get("trial") or 0, total=data.get("trials"))
         elif event.type == "progress":
             predicted_s = data.get("predicted_s")
             self._progress.update(
-                self._task,
-                description=f"search, model at {predicted_s * 1e3:.3f} ms" if predicted_s else "search",
+                task,
+                description=label + (f"search, model at {predicted_s * 1e3:.3f} ms" if predicted_s else "search"),
                 completed=data.get("trials_measured") or 0,
                 total=data.get("trials"),
             )
 
 
 @contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[_Show | None]:
-    if quiet:
+def _progress(handles: Sequence[JobHandle], *, quiet: bool, several: bool) -> Iterator[_Show | None]:
+    if quiet or not handles:
         yield None
         return
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
     ) as progress:
-        yield _Show(progress)
+        yield _Show(progress, handles, several)
 
 
 @contextlib.contextmanager
@@ -621,9 +671,10 @@ def _model(text: str) -> str:
     raise typer.BadParameter(f"{text!r} is neither a file nor a model's digest", param_hint="MODEL")
 
 
-def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """``NAME=1,3,48,192`` or ``NAME:float32[1,3,48,192]``; a name may hold any character."""
-    inputs: dict[str, dict[str, Any]] = {}
+def _inputs(texts: Sequence[str] | None) -> tuple[dict[str, dict[str, Any]], list[dict[str, dict[str, Any]]]]:
+    """The inputs of all shapes, and those of each of several shapes: the first time that an input is given is for the
+    first of them, and so on. ``NAME=1,3,48,192`` or ``NAME:float32[1,3,48,192]``; a name may hold any character."""
+    inputs: dict[str, list[dict[str, Any]]] = {}
     for text in texts or ():
         value: dict[str, Any]
         if typed := re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ]*)\]", text):
@@ -637,10 +688,15 @@ def _inputs(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
             value["shape"] = [int(dim) for dim in dims.split(",")] if dims.strip() else []
         except ValueError:
             raise typer.BadParameter(f"{text!r}: {dims!r} is not a list of sizes", param_hint="--input") from None
-        if name in inputs:
-            raise typer.BadParameter(f"input {name!r} is given twice", param_hint="--input")
-        inputs[name] = value
-    return inputs
+        inputs.setdefault(name, []).append(value)
+    repeated = {name: values for name, values in inputs.items() if len(values) > 1}
+    if len({len(values) for values in repeated.values()}) > 1:
+        said = ", ".join(f"{name!r} {len(values)} times" for name, values in repeated.items())
+        raise typer.BadParameter(
+            f"several shapes need each input as often, or once for all of them, and not {said}", param_hint="--input"
+        )
+    common = {name: values[0] for name, values in inputs.items() if name not in repeated}
+    return common, [dict(zip(repeated, values, strict=True)) for values in zip(*repeated.values(), strict=True)]
 
 
 def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

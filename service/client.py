@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self, TypeAlias, TypeVar
 from urllib.parse import quote
@@ -236,17 +237,43 @@ class Tunery:
         "entropy" or "percentile"), `percentile`, `per_channel`, `exclude` (names of nodes) and `min_sqnr_db`, below
         which the job fails instead of publishing.
         """
-        body: dict[str, Any] = {"model": self._digest_of(model), "inputs": _spelled(inputs)}
-        for name, value in (
-            ("device", device),
-            ("search", search),
-            ("quantization", None if quantization is None else self._calibrated(quantization)),
-            ("options", options),
-        ):
-            if value is not None:
-                body[name] = value
+        body = {"inputs": _spelled(inputs), "device": device, "search": search, "options": options}
+        return JobHandle(self, self._submit(model, body, quantization, idempotency_key))
+
+    def submit_shapes(
+        self,
+        model: str | os.PathLike[str],
+        shapes: Sequence[Inputs],
+        *,
+        inputs: Inputs | None = None,
+        device: str | Mapping[str, Any] | None = None,
+        search: Mapping[str, Any] | None = None,
+        quantization: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[JobHandle]:
+        """As `submit`, for several shapes of one model: a job and a key each, in the order of `shapes`.
+
+        `inputs` are those that have the same shape in all of them, each of `shapes` the others. What is wrong with one
+        refuses all. `search` holds for each job. `wait_all` waits for them.
+        """
+        body = {"inputs": _spelled(inputs), "shapes": [_spelled(shape) for shape in shapes], "device": device}
+        answer = self._submit(model, body | {"search": search, "options": options}, quantization, idempotency_key)
+        return [JobHandle(self, job) for job in answer["jobs"]]
+
+    def _submit(
+        self,
+        model: str | os.PathLike[str],
+        body: Mapping[str, Any],
+        quantization: Mapping[str, Any] | None,
+        idempotency_key: str | None,
+    ) -> dict[str, Any]:
+        """Members of `body` that are None are left to the service."""
+        sent = {"model": self._digest_of(model), **{name: value for name, value in body.items() if value is not None}}
+        if quantization is not None:
+            sent["quantization"] = self._calibrated(quantization)
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
-        return JobHandle(self, self._json(lambda: self._http.post("/v1/jobs", json=body, headers=headers)))
+        return self._json(lambda: self._http.post("/v1/jobs", json=sent, headers=headers))
 
     def job(self, job_id: str) -> JobHandle:
         return JobHandle(self, self._get(f"/v1/jobs/{_segment(job_id)}"))
@@ -288,25 +315,53 @@ class Tunery:
 
         `quantization` is a scheme, or as for `submit`, without `min_sqnr_db`.
         """
+        return self.find_shapes(
+            model,
+            [{}],
+            inputs=inputs,
+            device=device,
+            quantization=quantization,
+            fast_math=fast_math,
+            winograd=winograd,
+        )[0]
+
+    def find_shapes(
+        self,
+        model: str | os.PathLike[str],
+        shapes: Sequence[Inputs],
+        *,
+        inputs: Inputs | None = None,
+        device: str | None = None,
+        quantization: str | Mapping[str, Any] = "none",
+        fast_math: bool = False,
+        winograd: bool = True,
+    ) -> list[dict[str, Any]]:
+        """As `find`, for what `submit_shapes` asked for. CacheMissError for the first shape that is not there."""
         if not isinstance(quantization, str):
             quantization = json.dumps(self._calibrated(quantization))
         digest = self._digest_of(model)
-        spelled = _spelled(inputs)
-        if any("dtype" not in value for value in spelled.values()):
+        wanted = [_spelled(inputs) | _spelled(shape) for shape in shapes]
+        if any("dtype" not in value for spelled in wanted for value in spelled.values()):
             declared = {port["name"]: port["dtype"] for port in self.model(digest)["inputs"]}
-            for name, value in spelled.items():
-                # An input that the model lacks is for the service to refuse.
-                value.setdefault("dtype", declared.get(name, "float32"))
-        params: dict[str, Any] = {
+            for spelled in wanted:
+                for name, value in spelled.items():
+                    # An input that the model lacks is for the service to refuse.
+                    value.setdefault("dtype", declared.get(name, "float32"))
+        common: dict[str, Any] = {
             "model": digest,
-            "input": [f"{n}:{v['dtype']}[{','.join(map(str, v['shape']))}]" for n, v in spelled.items()],
             "quantization": quantization,
             "fast_math": fast_math,
             "winograd": winograd,
         }
         if device is not None:
-            params["device"] = device
-        return self._get("/v1/artifacts", params)
+            common["device"] = device
+        return [
+            self._get(
+                "/v1/artifacts",
+                common | {"input": [f"{n}:{v['dtype']}[{','.join(map(str, v['shape']))}]" for n, v in spelled.items()]},
+            )
+            for spelled in wanted
+        ]
 
     def manifest(self, key: str) -> dict[str, Any]:
         return self._get(f"/v1/artifacts/{_segment(key)}")
@@ -532,6 +587,29 @@ class JobHandle:
     def fetch(self, folder: str | os.PathLike[str]) -> FetchedLibrary:
         """The job's library; see `Tunery.fetch`."""
         return self._client.fetch(self.key, folder)
+
+
+def wait_all(
+    handles: Sequence[JobHandle],
+    timeout_s: float | None = None,
+    *,
+    on_event: Callable[[JobHandle, Event], None] | None = None,
+) -> None:
+    """Wait until all jobs have ended; then raise what the first one that did not succeed came to, as `JobHandle.wait`.
+
+    One after the other, as a device's worker takes them; a job that overtakes another is told of when its turn comes.
+    WaitTimeout, after `timeout_s` for all of them, at once.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    first: JobFailed | JobCancelled | None = None
+    for handle in handles:
+        try:
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
+            handle.wait(left_s, on_event=None if on_event is None else partial(on_event, handle))
+        except (JobFailed, JobCancelled) as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _raise_for(response: httpx.Response) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
-from tuning_db.errors import UnsupportedOption
+from tuning_db.errors import InvalidRequest, UnsupportedOption
 from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
 from tuning_db.keys import CALIBRATION_METHODS, MODES, SCHEMES, BuildOptions, QuantizationConfig, to_json
 
@@ -118,6 +119,7 @@ DeviceChoice = Annotated[
     Discriminator(lambda value: "by-name" if isinstance(value, str) else "by-attributes"),
 ]
 Inputs = Annotated[dict[Annotated[str, Field(max_length=1024)], InputIn], Field(max_length=256)]
+Shapes = Annotated[list[Inputs], Field(min_length=1, max_length=32)]
 
 
 class TargetSpecIn(Inward):
@@ -125,9 +127,30 @@ class TargetSpecIn(Inward):
 
     device: DeviceChoice | None = None
     inputs: Inputs = {}
+    shapes: Shapes | None = Field(
+        None,
+        description="several shapes of the model, a job each: of each the inputs that `inputs` does not name for all. "
+        "The answer is then `jobs`, in this order",
+    )
     quantization: QuantizationIn = QuantizationIn()
     search: SearchIn = SearchIn()
     options: OptionsIn = OptionsIn()
+
+    def inputs_of_jobs(self) -> list[Mapping[str, Mapping[str, Any]]]:
+        """What each job binds the model's inputs to: one, or one for each of `shapes`. InvalidRequest for an input that
+        stands both in `shapes` and in `inputs`."""
+        for position, shape in enumerate(self.shapes or ()):
+            for name in shape:
+                if name in self.inputs:
+                    raise InvalidRequest(
+                        f"input {name!r} is in `inputs`, which is for all shapes, and in one of `shapes`; "
+                        "leave it out of one of the two",
+                        field=f"shapes.{position}.{name}",
+                    )
+        return [
+            {name: value.model_dump(exclude_none=True) for name, value in (self.inputs | shape).items()}
+            for shape in ([{}] if self.shapes is None else self.shapes)
+        ]
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedOption for what can be asked for by key but not yet be made."""
@@ -288,8 +311,13 @@ class JobOut(BaseModel):
         )
 
 
-class JobPage(BaseModel):
+class JobList(BaseModel):
+    """The answer to a submission of several shapes: a job each, in the request's order."""
+
     jobs: list[JobOut]
+
+
+class JobPage(JobList):
     next: str | None = None  #: the address of the next page, while there is one
 
 

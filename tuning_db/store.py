@@ -316,14 +316,21 @@ class TuningStore:
     def submit(
         self, spec: JobSpec, *, idempotency: tuple[str, str] | None = None, max_queued: int | None = None
     ) -> Submission:
-        """The job that answers `spec`, or a new QUEUED one.
+        """As `submit_all`, for one."""
+        return self.submit_all([spec], idempotency=idempotency, max_queued=max_queued)[0]
+
+    def submit_all(
+        self, specs: Sequence[JobSpec], *, idempotency: tuple[str, str] | None = None, max_queued: int | None = None
+    ) -> list[Submission]:
+        """For each spec the job that answers it, or a new QUEUED one: all in one transaction, so that all are stored or
+        none.
 
         Answers it: the oldest QUEUED or RUNNING job of the same key whose budget covers the request, else the newest
         SUCCEEDED one that covers it, if the key's artifact is still there. A request for more than these makes a job
         of its own, which goes on from the records of the smaller ones; so does one for a quantized library that has to
         be better than those asked for so far.
-        `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same job
-        again, whatever has become of it; the same key with another body raises IdempotencyConflict.
+        `idempotency` is the header's key and the SHA-256 of the request's body: the same pair gives the same jobs
+        again, whatever has become of them; the same key with another body raises IdempotencyConflict.
         Twenty equal calls at once make one job: a partial unique index allows one unfinished job a key and budget.
         QueueFull instead of a new job when `max_queued` jobs wait already.
         """
@@ -332,30 +339,41 @@ class TuningStore:
 
         # Two calls that both find nothing both insert; the unique indexes let one through, and the other is run
         # again from its start (`_write`), where it finds the job of the first.
-        def write(session: Session) -> Submission:
-            if idempotency is not None:
-                known = session.get(IdempotencyRow, idempotency[0])
-                if known is not None:
-                    if known.body_sha256 != idempotency[1]:
-                        raise IdempotencyConflict(
-                            f"Idempotency-Key {idempotency[0]!r} came before with another body, for job "
-                            f"{known.job_id}; use a new key for a new request"
-                        )
-                    return Submission(_job(_job_row(session, known.job_id)), created=False)
-            row = self._answering(session, spec)
-            created = row is None
-            if row is None:
-                row = self._new_job(session, spec, max_queued)
-            if idempotency is not None:
-                session.add(
-                    IdempotencyRow(
-                        key=idempotency[0], body_sha256=idempotency[1], job_id=row.id, created_at=self._clock()
-                    )
-                )
-            session.flush()
-            return Submission(_job(row), created)
+        def write(session: Session) -> list[Submission]:
+            return [self._submit(session, spec, row, max_queued) for spec, row in zip(specs, rows, strict=True)]
 
+        # A row names one job. No header's key holds a blank, so that the rows of further jobs meet no other request's.
+        rows = [
+            None
+            if idempotency is None
+            else (idempotency[0] if number == 0 else f"{idempotency[0]} {number}", *idempotency)
+            for number in range(len(specs))
+        ]
         return self._write(write)
+
+    def _submit(
+        self, session: Session, spec: JobSpec, idempotency: tuple[str, str, str] | None, max_queued: int | None
+    ) -> Submission:
+        """`idempotency` is the row's key, the header's, and the body's SHA-256."""
+        if idempotency is not None:
+            known = session.get(IdempotencyRow, idempotency[0])
+            if known is not None:
+                if known.body_sha256 != idempotency[2]:
+                    raise IdempotencyConflict(
+                        f"Idempotency-Key {idempotency[1]!r} came before with another body, for job "
+                        f"{known.job_id}; use a new key for a new request"
+                    )
+                return Submission(_job(_job_row(session, known.job_id)), created=False)
+        row = self._answering(session, spec)
+        created = row is None
+        if row is None:
+            row = self._new_job(session, spec, max_queued)
+        if idempotency is not None:
+            session.add(
+                IdempotencyRow(key=idempotency[0], body_sha256=idempotency[2], job_id=row.id, created_at=self._clock())
+            )
+        session.flush()
+        return Submission(_job(row), created)
 
     def _answering(self, session: Session, spec: JobSpec) -> JobRow | None:
         digest = spec.key.digest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from service.problems import LocatedNotFound, invalid_request_of, shorten
 from service.resolve import artifact_of, check_library, key_for, known_calibration, known_device, known_model
 from service.routes.models import FILE_PARTS, keep_model
-from service.schemas import Inward, JobIn, JobOut, JobPage, JobsQuery, TargetSpecIn
+from service.schemas import Inward, JobIn, JobList, JobOut, JobPage, JobsQuery, TargetSpecIn
 from service.services import Services, ServicesDep
 from service.uploads import read_body, receive
 from tuning_db.calibration import FIELD, CalibrationInfo
@@ -63,8 +64,9 @@ async def submit_job(
     response: Response,
     services: ServicesDep,
     idempotency_key: Annotated[str | None, Header()] = None,
-) -> JobOut:
-    """201 for a new job, 200 for the job that already answers: running, or finished with its library."""
+) -> JobOut | JobList:
+    """201 for a new job, 200 for the job that already answers: running, or finished with its library. For `shapes`, the
+    jobs of all of them, and 201 if one is new; what is wrong with one refuses all."""
     if idempotency_key is not None and re.fullmatch(r"[\x21-\x7e]{1,200}", idempotency_key) is None:
         raise InvalidRequest(
             "Idempotency-Key must be 1 to 200 visible ASCII characters without spaces", field="Idempotency-Key"
@@ -83,6 +85,7 @@ async def submit_job(
             wanted = _parse(TargetSpecIn, upload.fields["spec"])
             wanted.refuse_unsupported()
             wanted.search.to_config()
+            wanted.inputs_of_jobs()
             model, _ = await keep_model(services, upload)
     elif content_type != "application/json":
         raise HTTPException(415, "send application/json, or multipart/form-data with the model and its spec")
@@ -90,10 +93,16 @@ async def submit_job(
         body = _parse(JobIn, await read_body(request))
         wanted = body
         model = await run_in_threadpool(known_model, services.store, body.model)
-    submission, cached = await _submit(services, model, wanted, idempotency_key)
-    response.status_code = 201 if submission.created else 200
-    response.headers["location"] = f"/v1/jobs/{submission.job.id}"
-    return JobOut.of(submission.job, cached=cached)
+    submissions = await _submit(services, model, wanted, idempotency_key)
+    response.status_code = 201 if any(submission.created for submission in submissions) else 200
+    jobs = [
+        JobOut.of(s.job, cached=not s.created and s.job.state is JobState.SUCCEEDED)  # a finished job answered it
+        for s in submissions
+    ]
+    if wanted.shapes is not None:
+        return JobList(jobs=jobs)
+    response.headers["location"] = jobs[0].links.self
+    return jobs[0]
 
 
 @router.head("", response_model_exclude_none=True, include_in_schema=False)
@@ -147,47 +156,77 @@ async def _events(services: Services, job_id: str, after: int) -> AsyncIterator[
 
 async def _submit(
     services: Services, model: ModelInfo, wanted: TargetSpecIn, idempotency_key: str | None
-) -> tuple[Submission, bool]:
-    """The submission, and whether a finished job answered it."""
+) -> list[Submission]:
+    """The submissions, one for each shape, once nothing is wrong with any of them."""
     wanted.refuse_unsupported()
-
-    def resolve() -> tuple[JobSpec, CalibrationInfo | None, bool]:
-        device = known_device(services.store, wanted.device)
-        inputs = {name: value.model_dump(exclude_none=True) for name, value in wanted.inputs.items()}
-        key = key_for(model, device, inputs, wanted.quantization.to_config(), wanted.options.to_options())
-        spec = JobSpec(key, wanted.search.to_config(), wanted.quantization.min_sqnr_db)
-        calibration = None
-        if key.quantization.calibration is not None:
-            calibration = known_calibration(services.store, key.quantization.calibration)
-            calibration.arrange(key.inputs)
-        try:
-            check_library(services.store, services.blobs, artifact_of(services.store, key.digest()))
-        except CacheMiss:
-            return spec, calibration, False
-        return spec, calibration, True
-
-    spec, calibration, built_before = await run_in_threadpool(resolve)
-    if not built_before:
+    specs, calibration, unknown = await run_in_threadpool(_resolve, services, model, wanted)
+    if unknown:
         # What was built once needs no second look; a hit costs no process.
         path = await run_in_threadpool(_uploaded, services, model.blob, "model", "/v1/models", "model")
         if calibration is not None:
             what, address = "calibration data", "/v1/calibrations"
             await run_in_threadpool(_uploaded, services, calibration.blob, what, address, FIELD)
-        await services.inspector.check(path, model.blob, spec.key.inputs)
+        checks = [services.inspector.check(path, model.blob, specs[position].key.inputs) for position in unknown]
+        for position, complaint in zip(unknown, await asyncio.gather(*checks, return_exceptions=True), strict=True):
+            with _located(wanted, position):
+                if complaint is not None:
+                    raise complaint
     request_digest = sha256_json({"model": model.digest, **_canonical(wanted)})
-    submission = await run_in_threadpool(
-        services.store.submit,
-        spec,
+    submissions = await run_in_threadpool(
+        services.store.submit_all,
+        specs,
         idempotency=(idempotency_key, request_digest) if idempotency_key is not None else None,
         max_queued=services.settings.max_queued,
     )
-    if submission.created:
+    for submission in submissions:
+        if submission.created:
+            try:
+                await run_in_threadpool(services.dispatcher.send, submission.job)
+            except BrokerUnavailable as error:
+                # Stored is stored: the sweep sends it, and those after it, when the broker is back.
+                log.warning("broker_unavailable", job=submission.job.id, reason=str(error))
+                break
+    return submissions
+
+
+def _resolve(
+    services: Services, model: ModelInfo, wanted: TargetSpecIn
+) -> tuple[list[JobSpec], CalibrationInfo | None, list[int]]:
+    """What each job is to do, the calibration data of all, and the positions of those whose library is not stored."""
+    device = known_device(services.store, wanted.device)
+    quantization, options = wanted.quantization.to_config(), wanted.options.to_options()
+    specs: list[JobSpec] = []
+    unknown: list[int] = []
+    calibration = None
+    if quantization.calibration is not None:
+        calibration = known_calibration(services.store, quantization.calibration)
+    for position, inputs in enumerate(wanted.inputs_of_jobs()):
+        with _located(wanted, position):
+            key = key_for(model, device, inputs, quantization, options)
+            spec = JobSpec(key, wanted.search.to_config(), wanted.quantization.min_sqnr_db)
+            if spec in specs:
+                raise InvalidRequest("it is there already; give each shape once", field="inputs")
+            if calibration is not None:
+                calibration.arrange(key.inputs)
+        specs.append(spec)
         try:
-            await run_in_threadpool(services.dispatcher.send, submission.job)
-        except BrokerUnavailable as error:
-            # Stored is stored: the sweep sends it when the broker is back.
-            log.warning("broker_unavailable", job=submission.job.id, reason=str(error))
-    return submission, not submission.created and submission.job.state is JobState.SUCCEEDED
+            check_library(services.store, services.blobs, artifact_of(services.store, key.digest()))
+        except CacheMiss:
+            unknown.append(position)
+    return specs, calibration, unknown
+
+
+@contextlib.contextmanager
+def _located(wanted: TargetSpecIn, position: int) -> Iterator[None]:
+    """What is wrong with one of several shapes says with which."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if wanted.shapes is not None:
+            error.args = (f"shape {position + 1} of {len(wanted.shapes)}: {error}",)
+            if error.field.partition(".")[0] == "inputs":
+                error.field = f"shapes.{position}{error.field.removeprefix('inputs')}"
+        raise
 
 
 def _uploaded(services: Services, blob: str, what: str, address: str, field: str) -> Path:
@@ -202,8 +241,10 @@ def _uploaded(services: Services, blob: str, what: str, address: str, field: str
 
 def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:
     spelled = wanted.model_dump(mode="json", exclude={"model"})
-    # Requests that say nothing of the later fields of quantization have the digest that they have always had.
+    # Requests that say nothing of later fields have the digest that they have always had.
     quantization = {name: value for name, value in spelled["quantization"].items() if value is not None}
+    if spelled["shapes"] is None:
+        del spelled["shapes"]
     return {**spelled, "quantization": quantization}
 
 

@@ -423,6 +423,23 @@ class TestIdempotency:
             store.submit(make_spec("two"), idempotency=("k", sha256("other body")))
         assert len(store.jobs()) == 1
 
+    def test_several_are_stored_together(self, store: TuningStore) -> None:
+        """Several specs of one request get a job each, the same ones when it is repeated; with room for one, none is
+        stored; and the rows of further jobs are in nobody's way."""
+        specs = [make_spec("m0"), make_spec("m1"), make_spec("m2")]
+        with pytest.raises(QueueFull):
+            store.submit_all(specs, idempotency=("k", sha256("body")), max_queued=2)
+        assert store.jobs() == []
+        first = store.submit_all(specs, idempotency=("k", sha256("body")), max_queued=3)
+        assert [m.created for m in first] == [True] * 3
+        assert [m.job.spec for m in first] == specs
+        store.request_cancel(first[1].job.id)
+        again = store.submit_all(specs, idempotency=("k", sha256("body")))
+        assert [(m.created, m.job.id) for m in again] == [(False, m.job.id) for m in first]
+        with pytest.raises(IdempotencyConflict):
+            store.submit_all([make_spec("m3")], idempotency=("k", sha256("other body")))
+        assert store.submit(make_spec("m3"), idempotency=("k1", sha256("body"))).created
+
     def test_key_is_remembered_for_an_existing_job(self, store: TuningStore) -> None:
         """A key that came with a request which an older job answers belongs to that job from then on."""
         first = store.submit(make_spec())

@@ -73,6 +73,46 @@ def test_hit_is_fetched_in_one_command(service: Service, model: str, batch: int,
     assert "answered by the finished job" in plain.stderr
 
 
+def test_several_shapes(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """An input given several times asks for a job and a key each; the command waits for all, names each in what it
+    says, and fetches each library into a folder named by its key."""
+    asked = [part for size in (batch, batch + 10**5, batch + 2 * 10**5) for part in ("--input", f"x={size},4")]
+    started = answer_of(tunery(service, "submit", model, *asked, "--no-wait", "--json"))["jobs"]
+    assert [job["spec"]["inputs"]["x"]["shape"] for job in started] == [[batch + n * 10**5, 4] for n in range(3)]
+    missed = tunery(service, "key", model, *asked)
+    assert (missed.exit_code, missed.stdout) == (CACHE_MISS, "")
+    service.finish(started[1]["id"], b"library 1")
+    ends = [threading.Timer(0.3 + n, service.finish, (started[n]["id"], f"library {n}".encode())) for n in (0, 2)]
+    for end in ends:
+        end.start()
+    result = tunery(service, "submit", model, *asked, "--output", str(tmp_path))
+    for end in ends:
+        end.join()
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.split() == [str(tmp_path / job["key"] / "library.so") for job in started]
+    assert [Path(path).read_bytes() for path in result.stdout.split()] == [b"library 0", b"library 1", b"library 2"]
+    assert f"x={batch + 10**5},4: answered by the finished job {started[1]['id']}" in result.stderr
+    assert f"x={batch + 2 * 10**5},4: succeeded: 0 of 200 trials" in result.stderr
+    found = tunery(service, "key", model, *asked)
+    assert found.stdout.split() == [job["key"] for job in started]
+    both = answer_of(tunery(service, "wait", started[0]["id"], started[1]["id"], "--json"))
+    assert [job["id"] for job in both["jobs"]] == [job["id"] for job in started[:2]]
+
+
+def test_one_of_several_fails(service: Service, model: str, batch: int, tmp_path: Path) -> None:
+    """When one of several jobs fails, the others are waited for and fetched, and the exit code is the failed one's."""
+    asked = ["--input", f"x={batch},4", "--input", f"x={batch + 10**5},4"]
+    started = answer_of(tunery(service, "submit", model, *asked, "--no-wait", "--json"))["jobs"]
+    service.store.fail(service.claim(started[0]["id"]), JobError("build-failed", "this is why"))
+    end = threading.Timer(0.5, service.finish, (started[1]["id"], b"it works"))
+    end.start()
+    result = tunery(service, "wait", *(job["id"] for job in started), "--output", str(tmp_path))
+    end.join()
+    assert (result.exit_code, result.stdout) == (JOB_FAILED, "")
+    assert "this is why" in result.stderr
+    assert (tmp_path / started[1]["key"] / "library.so").read_bytes() == b"it works"
+
+
 def test_key_then_fetch(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     """`key` prints what `fetch` takes."""
     service.finish(service.submit(model, batch).json()["id"], b"by key")
@@ -169,6 +209,8 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
         ("submit", "MODEL", "--input", "x=1,a"),
         ("submit", "MODEL", "--input", "x=1,,2"),
         ("submit", "MODEL", "--input", "x=2,4", "--input", "x=2,4"),
+        ("submit", "MODEL", "--input", "x=2,4", "--input", "x=2,5"),
+        ("submit", "MODEL", *("--input", "x=2,4") * 2, *("--input", "z=1") * 3),
         ("submit", "MODEL", "--input", "x=2,4,1,1,1"),
         ("submit", "MODEL", "--input", "x=2,4", "--trials", "-1"),
         ("submit", "MODEL", "--input", "x=2,4", "--trials", "many"),

@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from tests.samples import DEVICE, TARGET, TOOLCHAIN
 from tests.service.conftest import Service, relu_model
@@ -130,6 +132,69 @@ def test_dimensions_that_are_not_fixed(service: Service) -> None:
     assert [job.status_code for job in jobs] == [201] * 2
     assert len({job.json()["key"] for job in jobs}) == 2
     assert [job.json()["spec"]["inputs"]["data"]["shape"] for job in jobs] == shapes
+
+
+def test_several_shapes(service: Service, model: str, batch: int) -> None:
+    """One submission of several shapes gives a job and a key each, in order; the same again, and with its
+    Idempotency-Key whatever became of them, the same jobs. One shape alone is answered by the job it has among them."""
+    sizes = [batch, batch + 10**5, batch + 2 * 10**5]
+    body = {"model": model, "shapes": [{"x": {"shape": [size, 4]}} for size in sizes], "search": {"trials": 3}}
+    headers = {"idempotency-key": f"shapes-{batch}"}
+    first = service.http.post("/v1/jobs", json=body, headers=headers)
+    assert first.status_code == 201, first.text
+    assert set(first.json()) == {"jobs"}
+    jobs = first.json()["jobs"]
+    assert [job["spec"]["inputs"]["x"]["shape"][0] for job in jobs] == sizes
+    assert len({job["key"] for job in jobs}) == 3
+    service.finish(jobs[1]["id"], b"the second")
+    spec = (None, json.dumps({name: value for name, value in body.items() if name != "model"}))
+    again = service.http.post("/v1/jobs", files={"model": relu_model(), "spec": spec})
+    assert (again.status_code, [job["id"] for job in again.json()["jobs"]]) == (200, [job["id"] for job in jobs])
+    assert [job["cached"] for job in again.json()["jobs"]] == [False, True, False]
+    assert service.submit(model, sizes[2], search={"trials": 3}).json()["id"] == jobs[2]["id"]
+    service.http.post(f"/v1/jobs/{jobs[0]['id']}/cancel")
+    retried = service.http.post("/v1/jobs", json=body, headers=headers)
+    assert [job["id"] for job in retried.json()["jobs"]] == [job["id"] for job in jobs]
+    other = service.http.post("/v1/jobs", json={**body, "shapes": body["shapes"][:2]}, headers=headers)
+    assert other.status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "said"),
+    [
+        ({"shapes": [{"x": {"shape": [9, 4]}}, {"x": {"shape": [9, 5]}}]}, "shapes.1.x.shape", "shape 2 of 2: input"),
+        ({"shapes": [{"x": {"shape": [9, 4]}}, {}]}, "shapes.1.x.shape", "needs a shape"),
+        ({"shapes": [{"x": {"shape": [9, 4]}}, {"x": {"shape": [9, 4]}}]}, "shapes.1", "there already"),
+        ({"shapes": [{"x": {"shape": [9, 4]}}, {"x": {"size": 3}}]}, "shapes.1.x.shape", "missing"),
+        ({"shapes": [{"x": {"shape": [9, 4]}}], "inputs": {"x": {"shape": [9, 4]}}}, "shapes.0.x", "one of the two"),
+        ({"shapes": []}, "shapes", "at least 1"),
+        ({"shapes": [{"x": {"shape": [n, 4]}} for n in range(1, 40)]}, "shapes", "at most 32"),
+    ],
+)
+def test_one_wrong_shape_refuses_all(
+    service: Service, model: str, changes: dict[str, Any], field: str, said: str
+) -> None:
+    """A mistake in one shape is named with its place, and no job of the submission is stored."""
+    before = service.store.jobs()
+    answer = service.http.post("/v1/jobs", json={"model": model, **changes})
+    assert (answer.status_code, answer.json()["field"]) == (422, field)
+    assert said in answer.json()["detail"]
+    assert service.store.jobs() == before
+
+
+def test_a_shape_that_the_model_cannot_work_with_refuses_all(service: Service) -> None:
+    """What only shape inference finds out about one of the shapes refuses all of them too."""
+    two_rows = helper.make_tensor("c", TensorProto.FLOAT, [2, 4], [1.0] * 8)
+    added = onnx.load_from_string(relu_model(operator="Add"))
+    added.graph.node[0].input.append("c")
+    added.graph.initializer.append(two_rows)
+    model = service.upload(added.SerializeToString())
+    before = service.store.jobs()
+    shapes = [{"x": {"shape": [size, 4]}} for size in (1, 2, 3)]
+    answer = service.http.post("/v1/jobs", json={"model": model, "shapes": shapes})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("shape 3 of 3: ")
+    assert service.store.jobs() == before
 
 
 @pytest.mark.parametrize(

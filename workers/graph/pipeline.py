@@ -17,7 +17,7 @@ from workers.graph.algebra import ApplyIdentities
 from workers.graph.projections import MergeProjections
 from workers.graph.quantized import FoldConstants
 
-PIPELINE: Final = "cpu-blocked-4"
+PIPELINE: Final = "cpu-blocked-5"
 
 
 def pass_context(opt_level: int = 3) -> Any:
