@@ -33,6 +33,10 @@ from workers.said import first_line
 
 #: How far an output may be from the reference, relative to the reference's largest magnitude (or 1, if that is less).
 TOLERANCE: Final[Mapping[str, float]] = {"float16": 1e-2, "float32": 1e-4, "float64": 1e-8}
+#: Of an output whose magnitudes are below 1 that bound may say nothing: there its difference must be below this part
+#: of it, in root mean square, besides. Below the second number float32 itself has no more to tell.
+SMALL_OUTPUTS: Final = 0.1
+_NOTHING: Final = 1e-6
 #: How much more noise over fp32 a quantized library may have than ONNX Runtime's run of the same quantized model, in
 #: decibels. Where a sum falls between two quanta, its rounding decides, and the quantum goes through all that follows:
 #: no bound on single elements holds.
@@ -121,11 +125,16 @@ def compare(wanted: Sequence[NDArray[Any]], got: Sequence[NDArray[Any]], names: 
         finite = np.isfinite(a)
         entry["finite"] = int(np.count_nonzero(finite))
         x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
-        difference = float(np.abs(x - y).max(initial=0.0))
-        allowed = TOLERANCE[str(a.dtype)] * max(1.0, float(np.abs(x).max(initial=0.0)))
+        difference, largest = float(np.abs(x - y).max(initial=0.0)), float(np.abs(x).max(initial=0.0))
+        allowed = TOLERANCE[str(a.dtype)] * max(1.0, largest)
         entry |= {"ok": difference <= allowed, "tolerance": allowed, "max_abs_diff": difference}
         if difference > allowed:
             entry["problem"] = f"differs by {difference:.3g}, {allowed:.3g} is allowed"
+        elif _NOTHING < largest < 1 and (part := np.linalg.norm(x - y) / np.linalg.norm(x)) > SMALL_OUTPUTS:
+            entry["ok"] = False
+            entry["problem"] = (
+                f"its values, of {largest:.3g} at most, differ by {part:.0%}, {SMALL_OUTPUTS:.0%} is allowed"
+            )
     return entries
 
 

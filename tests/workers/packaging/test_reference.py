@@ -289,6 +289,8 @@ def changed(value: float) -> NDArray[np.float32]:
         (REFERENCE, changed(np.inf), "infinities"),
         (changed(np.inf), changed(-np.inf), "infinities"),
         (changed(np.inf), changed(3.4e38), "infinities"),
+        # A detector's probabilities where there is nothing: zeros in their place are within any bound made for 1.
+        (REFERENCE * np.float32(1e-5), REFERENCE * np.float32(0), "differ by 100%"),
         (np.array([1, 2]), np.array([1, 3]), "1 of 2 elements differ"),
         (np.array([1, 2]), np.array([1, 2], dtype=np.int32), "library is int32"),
         (np.array([True, False]), np.array([True, True]), "1 of 2 elements differ"),
@@ -306,6 +308,8 @@ def test_differences(wanted: NDArray[Any], got: NDArray[Any], problem: str) -> N
     [
         (REFERENCE, REFERENCE + np.float32(1e-5)),
         (REFERENCE * np.float32(1000), REFERENCE * np.float32(1000.01)),
+        (REFERENCE * np.float32(1e-5), REFERENCE * np.float32(1.01e-5)),
+        (REFERENCE * np.float32(1e-8), -REFERENCE * np.float32(1e-8)),
         (changed(np.nan), changed(np.nan)),
         (changed(-np.inf), changed(-np.inf)),
         (np.array([1, 2]), np.array([1, 2])),
