@@ -3,7 +3,9 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
-PIP_INSTALL := $(PY) -m pip install --quiet
+# Byte code is made of what is imported, once: of all that is installed it would take a quarter of a minute.
+PIP_INSTALL := $(PY) -m pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 COMPILE := $(PY) -m uv pip compile --quiet --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --no-header
 
