@@ -19,9 +19,10 @@ help: ## list these commands
 demo: .venv/demo ## tune a real model on this machine, fetch the library by its key, compare it with ONNX Runtime
 	$(PY) benchmarks/demo.py $(DEMO_ARGS)
 
-# In the order of the folders, whose first hold the longest files: a long one at the end keeps one core idle.
-PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
-test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
+# In the order of the folders, whose first hold the longest files: a long one at the end keeps cores idle. Three files
+# at a time keep two cores busy: what services and their jobs are asked to do, the tests wait for.
+PYTEST_ARGS ?= --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+test: .venv/dev test-servers ## run every test, three files at a time; PYTEST_ARGS chooses others
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-boards: .venv/dev ## run the tests on emulated aarch64 boards, which are made first: 150 MB are downloaded
