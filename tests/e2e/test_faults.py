@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from service.client import JobCancelled, JobHandle, Tunery
+from service.client import Event, JobCancelled, Tunery
 from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
-
-TRIALS = 32
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +29,15 @@ def client(service: Service) -> Iterator[Tunery]:
         yield client
 
 
-def start(service: Service, client: Tunery, model: Path) -> JobHandle:
-    """A job that has measured something and has more to measure."""
-    job = client.submit(model, inputs=INPUTS, search={"trials": TRIALS, "seconds": 200})
-    wait_for(lambda: service.stored_trials() >= 4, 120, "the first trials are stored")
-    return job
-
-
-def assert_finished_without_repeating(service: Service, job: JobHandle) -> None:
-    job.wait(240)
-    # The job counts every trial that it measured; a candidate measured twice would be counted twice and stored once.
-    assert job.job["trials_measured"] == service.stored_trials() == TRIALS
-    wait_for(lambda: not service.job_processes(), 10, "the job's processes are gone")
-    wait_for(lambda: not list(Path(tempfile.gettempdir()).glob(f"tunery-job-{job.id}-*")), 10, "no file is left")
-
-
 @pytest.mark.timeout(1200)
 def test_kill_9_ten_times_at_random_moments(small_model: Path, tmp_path: Path) -> None:
     """A job whose process is killed ten times, whatever it is doing, measures as much as one that is left alone, and
     nothing twice."""
     generator = random.Random(3)
-    kills, trials = 10, 56
+    kills, trials = 10, 40
     most_in_round = 24  # four of each operator, where there are as many cores
     # Some while they search, the others at any moment since they were started, which is before that as a rule.
-    searching = set(generator.sample(range(1, kills + 1), 3))
+    searching = set(generator.sample(range(1, kills + 1), 2))
     env = {**FAST, "TUNERY_MAX_ATTEMPTS": str(kills + 1)}
     with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
         job = client.submit(small_model, inputs=INPUTS, search={"trials": trials, "seconds": 2000})
@@ -77,35 +60,60 @@ def test_kill_9_ten_times_at_random_moments(small_model: Path, tmp_path: Path) -
         assert told[-1] == trials
 
 
-def test_kill_9_of_one_after_the_other(small_model: Path, tmp_path: Path) -> None:
+def test_one_job_outlives_each_process(small_model: Path, tmp_path: Path) -> None:
     """One job outlives the API, whose events are read on from where they broke; its fork server, for which no operator
-    is given up; and the worker, which takes the job's processes with it, so that the sweep gives it to the next one."""
-    with running(tmp_path / "data") as service, Tunery(service.url) as client:
-        job = start(service, client, small_model)
+    is given up; its tuning process, which freezes and is ended for its silence; the worker, which takes the job's
+    processes with it, so that the sweep gives it to the next one; and `tunery up`, with which all ends, and of which
+    the next one finishes the job. Nothing is measured twice."""
+    trials = 48
+    env = {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "30", "TUNERY_MAX_ATTEMPTS": "4"}
+    with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
+
+        def hear_of(**data: object) -> None:
+            heard.append(next(events))
+            while not data.items() <= heard[-1].data.items():
+                heard.append(next(events))
+
+        def wait_for_more(what: str) -> None:
+            stored = service.stored_trials()
+            wait_for(lambda: service.stored_trials() > stored, 120, what)
+
+        job = client.submit(small_model, inputs=INPUTS, search={"trials": trials, "seconds": 400})
+        heard, events = list[Event](), job.events(timeout_s=400)
+        hear_of(trial=4)
         os.kill(service.pids["api"], signal.SIGKILL)
         server = service.pid_of("workers.search.forkserver")
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        stored = service.stored_trials()
-        wait_for(lambda: service.stored_trials() > stored, 120, "the search goes on with another fork server")
+        wait_for_more("the search goes on with another fork server")
         assert service.rows("select attempt from jobs") == [(1,)]
+
+        frozen = service.pid_of(f"workers.tuning {job.id} 1 ")
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        hear_of(state="RUNNING", attempt=2)
+        assert frozen not in service.processes()
+        wait_for_more("the second attempt measures")
+
         before = set(service.job_processes())
         assert before
         os.kill(service.pids["worker"], signal.SIGKILL)
         wait_for(lambda: not before & set(service.job_processes()), 5, "the dead worker's processes are gone")
-        assert_finished_without_repeating(service, job)
-        assert job.job["attempt"] == 2
-        assert client.manifest(job.key)["search"]["ended_by"] == "trials"
+        wait_for_more("the third attempt measures")
 
-
-def test_kill_9_of_everything(small_model: Path, tmp_path: Path) -> None:
-    """`tunery up` itself is killed: all its processes end, and the next one finishes the job."""
-    with running(tmp_path / "data") as service, Tunery(service.url) as client:
-        job = start(service, client, small_model)
         os.kill(service.process.pid, signal.SIGKILL)
         wait_for(lambda: not service.processes(), 30, "everything ends with the supervisor")
-    with running(tmp_path / "data") as service, Tunery(service.url) as client:
-        assert_finished_without_repeating(service, client.job(job.id))
+        assert service.rows("select attempt from jobs") == [(3,)]
+    with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
+        job = client.job(job.id)
+        job.wait(240)
+        assert job.job["attempt"] == 4
+        # The job counts every trial that it measured; one that was measured twice would be stored once.
+        assert job.job["trials_measured"] == service.stored_trials() == trials
+        assert client.manifest(job.key)["search"]["ended_by"] == "trials"
+        assert heard == list(job.events())[: len(heard)], "no event was lost with the API, or told twice"
+        wait_for(lambda: not service.job_processes(), 10, "the job's processes are gone")
+        wait_for(lambda: not list(Path(tempfile.gettempdir()).glob(f"tunery-job-{job.id}-*")), 10, "no file is left")
 
 
 @pytest.mark.parametrize("moment", ["while candidates are built", "while candidates are measured"])
@@ -147,17 +155,3 @@ def test_a_job_that_dies_each_time_fails_after_three_attempts(
     assert "SIGABRT" in job.job["error"]["message"]
     following = client.submit(small_model, inputs={"image": [2, 8, 28, 28]}, search={"tuner": "none"})
     following.wait(120)
-
-
-def test_a_frozen_tuning_process_is_ended_and_its_job_goes_on(small_model: Path, tmp_path: Path) -> None:
-    """A tuning process that says nothing for too long is killed, and the next attempt finishes the job."""
-    with (
-        running(tmp_path / "data", {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "30"}) as service,
-        Tunery(service.url) as client,
-    ):
-        job = start(service, client, small_model)
-        pid = service.pid_of(f"workers.tuning {job.id}")
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        assert_finished_without_repeating(service, job)
-        assert job.job["attempt"] == 2
