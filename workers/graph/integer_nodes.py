@@ -45,6 +45,8 @@ FEW_CHANNELS: Final = 8
 #: Rows of a product of integers that are computed as images of one pixel.
 _FEW_ROWS: Final = 64
 AVERAGES: Final = ("mean", "nn.avg_pool2d")
+#: Operators that sum products.
+_SUMS: Final = frozenset({"matmul", *(f"nn.conv{rank}d{kind}" for rank in (1, 2, 3) for kind in ("", "_transpose"))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,15 @@ class Integers:
         return replace(self.grid, zero=self.grid.zero - BELOW) if self.signed else self.grid
 
 
+@dataclass(frozen=True, slots=True)
+class InReal:
+    """A convolution or product of a quantized graph whose products are not of bytes."""
+
+    operator: str
+    shape: tuple[int, ...]  #: of its result
+    reason: str
+
+
 class IntegerNodes:
     """The nodes of a graph, and what of them is in kernels so far."""
 
@@ -75,6 +86,32 @@ class IntegerNodes:
         self._group_of: dict[int, Group] = {}
         self._blocked: set[int] = set()
         self._integers: dict[int, Integers] = {}  #: by the anchor of a group
+        self._reasons: dict[int, str] = {}  #: why a node that sums is not among them
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything in it is quantized."""
+        return any(node.operator in ("quantize", "dequantize") or _sums_wide_integers(node) for node in self._nodes)
+
+    @property
+    def integer_sums(self) -> int:
+        """Convolutions and products that are computed in integers."""
+        return sum(integers.weights is not None for integers in self._integers.values())
+
+    @property
+    def real_sums(self) -> list[InReal]:
+        """Those that are not, in the order of the graph."""
+        return [
+            InReal(
+                node.operator,
+                node.shape,
+                "its scale or zero point is known at run time only: int32 times int32"
+                if _sums_wide_integers(node)
+                else self._reasons.get(node.index, "no kernel of bytes computes it"),
+            )
+            for node in self._nodes
+            if node.operator in _SUMS and node.index not in self._integers
+        ]
 
     def _node(self, expression: Any) -> Node | None:
         index = self._index.get(expression) if isinstance(expression, relax.Var) else None
@@ -107,34 +144,44 @@ class IntegerNodes:
         """What this reads as integers, if it is an operator that sums them."""
         if node.operator not in ("nn.conv2d", "matmul", *AVERAGES):
             return None
+        found = self._sum_of(node)
+        if isinstance(found, Integers):
+            return found
+        self._reasons[node.index] = found
+        return None
+
+    def _sum_of(self, node: Node) -> Integers | str:
+        """What it reads, or why it does not read integers."""
         dequantized = self._dequantized(node.arguments[0])
         if dequantized is None:
-            return None
+            return "its data is not quantized to 8 bits on one scale"
         source = dequantized.arguments[0]
         grid = grid_of(dequantized.arguments, dtype_of(source))
         assert grid is not None
         if node.operator in AVERAGES:
             fits = averages_pixels(node) if node.operator == "mean" else fits_pool(node)
-            return Integers(source, grid, None, (dequantized.index,)) if self._is_blocked(source) and fits else None
+            if not self._is_blocked(source) or not fits:
+                return "its data is not blocked, or its window not one of pixels"
+            return Integers(source, grid, None, (dequantized.index,))
         if node.operator == "nn.conv2d":
             if not is_nchw(node):
-                return None
+                return "its layout is not NCHW"
             outputs, rank = 0, 4
         else:
             # Rows are images of one pixel: many of them would be better served.
             if len(node.shape) != 2 or (node.shape[0] > _FEW_ROWS and not self._is_blocked(source)):
-                return None
+                return f"its rows lie along several axes, or are more than {_FEW_ROWS}"
             outputs, rank = 1, 2
         weight = self._node(node.arguments[1])
         weights = None if weight is None else weights_of(weight.value, outputs, rank)
         if weights is None:
-            return None
+            return "its other operand is not a constant of int8 around zero"
         signed = self._signed and not (node.operator == "nn.conv2d" and is_depthwise(node))
         found = Integers(source, grid, weights, (dequantized.index,), signed=signed)
         try:
             offsets(found.summed.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
-        except OverflowError:
-            return None
+        except OverflowError as error:
+            return str(error)
         made = self._node(source)
         if (
             made is not None
@@ -152,6 +199,10 @@ class IntegerNodes:
     def _reads_weights(self, node: Node) -> bool:
         """Whether this dequantizes what is read as integers alone."""
         return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
+
+
+def _sums_wide_integers(node: Node) -> bool:
+    return node.operator in _SUMS and dtype_of(node.variable) == "int32"
 
 
 class Emission(Protocol):

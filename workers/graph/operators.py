@@ -12,6 +12,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.tune_context import _normalize_mod as normalize_mod
 
+from tuning_db.keys import Json
 from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph
@@ -46,6 +47,7 @@ class Model:
     winograd: bool  #: whether convolutions may be computed by Winograd's algorithm
     dot: str = ""  #: how bytes are multiplied and summed (`Cpu.dot`)
     _graph: BlockedGraph | None = None
+    _quantized: BlockedGraph | None = None
     _computations: dict[str, Computation] = field(default_factory=dict)  #: by the operator's name
     _functions: dict[str, list[str]] = field(default_factory=dict)  #: TVM's, by the operator's name
 
@@ -54,8 +56,21 @@ class Model:
             graph = BlockedGraph(self.module, max(_LINE, self.lanes), signed=self.dot == SDOT)
         except NotBlockable:
             return
+        self._quantized = graph if graph.is_quantized else None
         if not graph.is_empty:
             self._graph = graph
+
+    def integer_sums(self) -> dict[str, Json] | None:
+        """Of a quantized model, how many convolutions and products are computed in integers, by which dot products
+        ("": by what LLVM finds), and each that is not: its operator, the shape of its result, and why. None of others.
+        """
+        if self._quantized is None:
+            return None
+        real: list[Json] = [
+            {"operator": found.operator, "shape": list(found.shape), "reason": found.reason}
+            for found in self._quantized.real_sums
+        ]
+        return {"in_integers": self._quantized.integer_sums, "dot_products": self.dot, "others": real}
 
     def extract(self, adopt: Adopt) -> list[Operator]:
         """Every operator of the model once, in the order of the first call, with the workloads of its variants."""

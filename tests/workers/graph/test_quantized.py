@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from tvm import relax
 
 from tests.workers.conftest import Host
@@ -254,6 +254,28 @@ def test_convolutions_of_any_channels(
     assert any(name.startswith("int8_conv") for name in taken.computations())
     cpu = host.cpu if host.cpu.dot else AVX512
     check(taken, host, cpu=cpu, count=2, seed=seed, quanta=quanta(model))
+
+
+def test_what_is_not_in_integers_is_told(host: Host, folder: Path) -> None:
+    """A product of two activations, and one whose scale is known at run time only, by operator, shape and reason."""
+    net = Net()
+    x = net.conv(net.input(1, 3, 8, 8), 3, 16)
+    rows = net("Reshape", x, net.constant(np.array([16, 64])))
+    model = quantized(net.model(net("MatMul", rows, net("Transpose", rows, perm=[1, 0]))), folder)
+    graph = take(model, host, folder).graph
+    assert graph.integer_sums == 1
+    [left] = graph.real_sums
+    assert (left.operator, left.shape) == ("matmul", (16, 16))
+    assert left.reason == "its other operand is not a constant of int8 around zero"
+    net = Net()
+    plain_model = net.model(net("MatMul", net.input(4, 24), net.weights(24, 8)))
+    assert not take(plain_model, host, folder).graph.is_quantized
+    quantize_dynamic(save(plain_model, folder, "float.onnx"), folder / "dynamic.onnx")
+    graph = take(onnx.load(folder / "dynamic.onnx"), host, folder).graph
+    assert (graph.is_quantized, graph.integer_sums) == (True, 0)
+    [left] = graph.real_sums
+    assert (left.operator, left.shape) == ("matmul", (4, 8))
+    assert "known at run time only" in left.reason
 
 
 def test_a_library(host: Host, server: ForkServer, sqlite_store: TuningStore, claim: Claim, tmp_path: Path) -> None:
