@@ -197,6 +197,7 @@ class Attempt:
                 "nodes_before": imported.nodes_before,
                 "nodes_after": imported.nodes_after,
                 "operators": len(operators),
+                "kernels_before": plans[str(untuned)].kernels.total(),
                 **_reported(plans[libraries[label]]),
             },
             "records": {
