@@ -36,8 +36,9 @@ Written by `benchmarks/graph_report.py`, whose head says what is counted; {machi
 ONNX Runtime {ort}, TVM {tvm}, pipeline {pipeline}.
 
 Nodes are the file's own; kernels are calls in one inference of ours; layout transforms are those
-of them that only put numbers into another order; memory is that of all intermediate tensors, without and with planning.
-A concatenation whose parts are written where they belong is no kernel.
+of them that only put numbers elsewhere or into another order, a copy of the result into its own shape among them;
+memory is that of all intermediate tensors, without and with planning. A concatenation whose parts are written where
+they belong is no kernel.
 
 | model | nodes | ONNX Runtime | kernels | layout transforms | concatenations dropped | memory, MB | planned, MB |
 |---|--:|--:|--:|--:|--:|--:|--:|

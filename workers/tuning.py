@@ -198,6 +198,7 @@ class Attempt:
                 "nodes_after": imported.nodes_after,
                 "operators": len(operators),
                 "quantized_sums": model.integer_sums(),
+                "kernels_before": plans[str(untuned)].kernels.total(),
                 **_reported(plans[libraries[label]]),
             },
             "records": {

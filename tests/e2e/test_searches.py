@@ -106,6 +106,10 @@ def test_the_manifest_says_what_was_chosen(done: Done) -> None:
     in use, where the tuned library was the faster one."""
     graph, records = done.manifest["graph"], done.manifest["records"]
     assert graph["operators"] >= 6
+    assert graph["nodes_before"] >= graph["nodes_after"] >= graph["operators"]
+    assert graph["kernels_before"] > 0
+    assert 0 <= graph["layout_transforms"] < graph["kernels"]
+    assert 0 < graph["intermediates_bytes"]["planned"] < graph["intermediates_bytes"]["unplanned"]
     assert 0 < records["tuned_tasks"] <= graph["operators"]
     assert set(records["variants"]) <= VARIANTS
     if done.manifest["variant"] == "tuned":

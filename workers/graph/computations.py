@@ -23,7 +23,7 @@ from tvm import te, tirx
 
 from workers.graph import integer, winograd
 from workers.graph.integer import IntegerConvolution
-from workers.graph.memory import CONCAT_ATTR
+from workers.graph.memory import CONCAT_ATTR, LAYOUT_ATTR
 from workers.graph.parts import BlockedConvolution, Fused, Shape5, Window, at, function_of
 
 
@@ -726,6 +726,7 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
 
     result = te.compute(move.result_shape, element, name="result")
     function = function_of([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))
+    function = function.with_attr(LAYOUT_ATTR, int(move.kind in ("block", "plain", "remap")))
     return function.with_attr(CONCAT_ATTR, 1) if move.kind == "concat" else function
 
 

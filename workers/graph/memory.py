@@ -22,8 +22,9 @@ from workers.search.templates.plain import item_bytes
 
 #: Attribute of a function that puts its inputs behind each other, which placing them can do as well.
 CONCAT_ATTR: Final = "tunery.concat"
-#: Kernels by name: plain ↔ blocked, blocked in another order, and TVM's transposition where nothing is fused to it.
-_LAYOUT_TRANSFORM: Final = re.compile(r"(block|plain|remap)_\d+$|transpose\d*$")
+#: Attribute of a kernel of ours that moves data: whether that is for the layout alone, plain ↔ blocked or blocked in
+#: another order.
+LAYOUT_ATTR: Final = "tunery.layout"
 _INTEGER: Final = re.compile(r"int8_")
 _QUANTIZING: Final = re.compile(r".*quantize")
 #: Vectors are read and written whole: no tensor begins within a cache line.
@@ -62,11 +63,7 @@ class MemoryPlan:
     unplanned_bytes: int = 0  #: each tensor by itself
     concatenations: int = 0  #: kernels dropped, since their inputs are written where they belong
     kernels: Counter[str] = field(default_factory=Counter)  #: calls of each function in one inference
-
-    @property
-    def layout_transforms(self) -> int:
-        """Calls that only put numbers into another order."""
-        return self._calls(_LAYOUT_TRANSFORM)
+    layout_transforms: int = 0  #: of these, calls that only put numbers elsewhere or into another order
 
     @property
     def integer_kernels(self) -> int:
@@ -115,8 +112,10 @@ class _Placement:
         self._concatenate()
         total = self._place()
         for index, binding in enumerate(self._bindings):
-            if index not in self._dropped and self._kernel(binding.value) is not None:
+            kernel = None if index in self._dropped else self._kernel(binding.value)
+            if kernel is not None:
                 self._plan.kernels[binding.value.op.name_hint] += 1
+                self._plan.layout_transforms += _only_moves(kernel)
         return self._write(total)
 
     def _read(self) -> None:
@@ -236,6 +235,22 @@ class _Placement:
         main = self._main
         body = relax.SeqExpr([relax.BindingBlock(bindings)], main.body.body)
         return relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+
+
+def _only_moves(function: tvm.tirx.PrimFunc) -> bool:
+    """Whether it does nothing but put all numbers of one tensor into another. Kernels of ours say so themselves."""
+    if function.attrs and LAYOUT_ATTR in function.attrs:
+        return bool(int(function.attrs[LAYOUT_ATTR]))
+    kinds = [parameter.ty for parameter in function.params if isinstance(parameter.ty, tvm.tirx.BufferType)]
+    if len(kinds) != 2 or str(kinds[0].dtype) != str(kinds[1].dtype):
+        return False
+    sizes = [[size for size in kind.shape if isinstance(size, tvm.tirx.IntImm)] for kind in kinds]
+    if any(len(size) != len(kind.shape) for size, kind in zip(sizes, kinds, strict=True)):
+        return False
+    read, written = (math.prod(int(size) for size in each) for each in sizes)
+    stored: list[Any] = []
+    tvm_ffi.structural_walk(function.body, (tvm.tirx.BufferStore, lambda store: stored.append(store.value)))
+    return read == written and all(isinstance(value, tvm.ir.TensorLoad) for value in stored)
 
 
 def _accept_offsets(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
