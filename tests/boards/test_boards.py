@@ -143,6 +143,8 @@ def test_a_model_is_tuned_checked_and_fetched_for_a_board(farm: Farm, model: Pat
         [library] = (tmp_path / "library").glob("*.so")
         # ELF's e_machine: AArch64.
         assert library.read_bytes()[18:20] == bytes([183, 0])
+        # It asks for no version of the board's C library (yangao07/longcallD#30).
+        assert b"GLIBC_" not in library.read_bytes()
         with pytest.raises(CacheMissError) as miss:
             client.find(model, inputs=INPUTS, device=farm.devices["pi5"])
         different = {d["field"]: d for d in miss.value.nearest[0]["differences"]}
