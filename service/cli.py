@@ -424,11 +424,12 @@ def devices(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
                 str(d["queued"]),
                 _giga(d, "flops_per_s"),
                 _giga(d, "bytes_per_s"),
+                "-" if d["drift"] is None else f"{d['drift']:.0%}",
                 d["last_seen"],
             )
             for d in found
         ]
-        _print_table(("device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "last seen"), rows)
+        _print_table(("device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "drift", "last seen"), rows)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -341,6 +341,17 @@ class RoofOut(BaseModel):
         )
 
 
+class HealthOut(BaseModel):
+    """How one slot was when something was last measured on it; null is what its system does not tell."""
+
+    slot: str
+    drift: float  #: how much longer a fixed kernel takes than at best: 0.1 is a tenth
+    temperature_c: float | None
+    khz: int | None
+    governor: str | None
+    measured_at: dt.datetime
+
+
 class DeviceOut(BaseModel):
     name: str
     identity: dict[str, Any]
@@ -351,6 +362,8 @@ class DeviceOut(BaseModel):
     busy: int
     queued: int
     roof: RoofOut | None  #: null while nobody has measured it
+    drift: float | None  #: of the slowest slot; null while nothing was measured
+    health: list[HealthOut]
 
     @classmethod
     def of(cls, device: Device) -> Self:
@@ -367,6 +380,18 @@ class DeviceOut(BaseModel):
             busy=device.busy,
             queued=device.queued,
             roof=RoofOut.of(device.roof) if device.roof else None,
+            drift=device.drift,
+            health=[
+                HealthOut(
+                    slot=slot.slot,
+                    drift=slot.drift,
+                    temperature_c=slot.temperature_c,
+                    khz=slot.khz,
+                    governor=slot.governor,
+                    measured_at=slot.measured_at,
+                )
+                for slot in device.health
+            ],
         )
 
 

@@ -113,6 +113,24 @@ class Roof:
 
 
 @dataclass(frozen=True, slots=True)
+class Health:
+    """How one slot of a device was when something was last measured on it. None is what its system does not tell."""
+
+    slot: str  #: the host of the worker, or the address of the board
+    reference_s: float  #: of a fixed kernel, at the speed that the last job settled on
+    best_reference_s: float  #: the least that it ever took there
+    temperature_c: float | None
+    khz: int | None  #: clock of the fastest processor
+    governor: str | None
+    measured_at: dt.datetime
+
+    @property
+    def drift(self) -> float:
+        """How much longer the fixed kernel takes than at best: 0.1 is a tenth."""
+        return self.reference_s / self.best_reference_s - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A device as its worker last reported it. Slots, queue length and the like are derived, not stored here."""
 
@@ -124,10 +142,16 @@ class Device:
     busy: int = 0  #: jobs RUNNING on it
     queued: int = 0  #: jobs QUEUED for it
     roof: Roof | None = None  #: None while nobody has measured it
+    health: tuple[Health, ...] = ()  #: of each slot that was measured on within the last month
 
     @property
     def name(self) -> str:
         return self.identity.name
+
+    @property
+    def drift(self) -> float | None:
+        """That of its slowest slot; None while nothing was measured."""
+        return max((slot.drift for slot in self.health), default=None)
 
 
 @dataclass(frozen=True, slots=True)

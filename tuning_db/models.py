@@ -91,6 +91,21 @@ class RoofRow(Base):
     toolchain: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class HealthRow(Base):
+    """How a slot of a device was when it was last measured on."""
+
+    __tablename__ = "healths"
+
+    device: Mapped[str] = mapped_column(String(128), primary_key=True)
+    slot: Mapped[str] = mapped_column(String(255), primary_key=True)
+    reference_s: Mapped[float]
+    best_reference_s: Mapped[float]
+    temperature_c: Mapped[float | None]
+    khz: Mapped[int | None]
+    governor: Mapped[str | None] = mapped_column(String(255))
+    measured_at: Mapped[dt.datetime]
+
+
 class JobRow(Base):
     __tablename__ = "jobs"
     __table_args__ = (

@@ -9,16 +9,16 @@ import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import ColumnElement, Select, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, case, delete, exists, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
 from tuning_db.calibration import CalibrationInfo
-from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
+from tuning_db.catalog import Artifact, Device, Health, ModelInfo, PortSpec, Roof
 from tuning_db.engine import domain_errors, is_collision, open_engine, parse_url, sqlite_path, writer
 from tuning_db.errors import (
     CacheMiss,
@@ -54,6 +54,7 @@ from tuning_db.models import (
     CostModelRow,
     DeviceRow,
     EventRow,
+    HealthRow,
     IdempotencyRow,
     JobRow,
     ModelRow,
@@ -71,6 +72,8 @@ T = TypeVar("T")
 WORKER_SEEN_WITHIN: Final = dt.timedelta(seconds=60)
 #: A worker that has been silent for this long is forgotten when another one reports the same device.
 WORKER_FORGOTTEN_AFTER: Final = dt.timedelta(days=1)
+#: How a slot was is told for so long after it was last measured on.
+HEALTH_FORGOTTEN_AFTER: Final = dt.timedelta(days=30)
 #: A miss compares the wanted key with so many stored ones, newest first.
 NEAREST_AMONG: Final = 1000
 #: A job that waits long has its message sent again at growing intervals, up to so many times the first one.
@@ -284,6 +287,25 @@ class TuningStore:
 
         return self._read(read)
 
+    def put_health(self, device: DeviceIdentity, found: Sequence[Health]) -> None:
+        """How slots of a device are now. Of each the best is kept over all that were ever put."""
+
+        def write(session: Session) -> None:
+            now = self._clock()
+            for health in found:
+                values = {field.name: getattr(health, field.name) for field in fields(health) if field.name != "slot"}
+                row = self._insert(HealthRow).values(device=device.name, slot=health.slot, **values)
+                better = case(
+                    (HealthRow.best_reference_s < row.excluded.best_reference_s, HealthRow.best_reference_s),
+                    else_=row.excluded.best_reference_s,
+                )
+                update = {**values, "best_reference_s": better}
+                session.execute(row.on_conflict_do_update(index_elements=["device", "slot"], set_=update))
+            # Boards change their addresses, and containers their names.
+            session.execute(delete(HealthRow).where(HealthRow.measured_at < now - HEALTH_FORGOTTEN_AFTER))
+
+        self._write(write)
+
     def _devices(self, session: Session) -> list[Device]:
         counted = session.execute(
             select(JobRow.device, JobRow.state, func.count())
@@ -296,6 +318,12 @@ class TuningStore:
             if (said := _readable_report(row)) is not None:
                 by_name.setdefault(row.name, []).append((row, *said))
         roofs = {row.device: _readable_roof(row) for row in session.scalars(select(RoofRow))}
+        healths: dict[str, list[Health]] = {}
+        forgotten = self._clock() - HEALTH_FORGOTTEN_AFTER
+        for found in session.scalars(select(HealthRow).order_by(HealthRow.device, HealthRow.slot)):
+            if found.measured_at >= forgotten:
+                told = {field.name: getattr(found, field.name) for field in fields(Health)}
+                healths.setdefault(found.device, []).append(Health(**told))
         alive_since = self._clock() - WORKER_SEEN_WITHIN
         return [
             Device(
@@ -307,6 +335,7 @@ class TuningStore:
                 busy=jobs.get((name, JobState.RUNNING.value), 0),
                 queued=jobs.get((name, JobState.QUEUED.value), 0),
                 roof=roofs.get(name),
+                health=tuple(healths.get(name, ())),
             )
             for name, reports in by_name.items()
             for newest, identity, toolchain in reports[-1:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from tuning_db.blobs import BlobStore
-from tuning_db.catalog import Roof
+from tuning_db.catalog import Health, Roof
 from tuning_db.errors import (
     AccuracyTooLow,
     BlobCorrupt,
@@ -57,6 +58,7 @@ from workers.settings import Settings
 if TYPE_CHECKING:
     from workers.graph.memory import MemoryPlan
     from workers.search.candidates import Choice, Operator
+    from workers.search.guards import Guard
     from workers.search.records import Records
 
 _log = structlog.get_logger()
@@ -79,6 +81,7 @@ class SearchOutcome:
     failures: int
     elapsed_s: float
     ended_by: str
+    guard: Mapping[str, Json]  #: what became of its trials' measuring, and how the device was meanwhile
 
     @property
     def measured(self) -> int:
@@ -212,6 +215,7 @@ class Attempt:
                 "failed_trials": outcome.failures,
                 "elapsed_s": round(outcome.elapsed_s, 2),
                 "ended_by": outcome.ended_by,
+                "guard": to_json(outcome.guard),
             },
             "attempt": self.claim.attempt,
             "elapsed_s": round(time.monotonic() - self.started_s, 2),
@@ -265,15 +269,16 @@ class Attempt:
         before = self.job.trials_measured
         searched_s, failures = self._searched_before()
         with LocalBuilder(server, self.key.target, workers=host_cores()) as builder:
+            runner = self.lane.runner(
+                server, self.key.device, lambda message: self.report("warning", {"message": message})
+            )
             scheduler = Scheduler(
                 server=server,
                 target=self.key.target,
                 cpu=cpu,
                 templates=TEMPLATES,
                 builder=builder,
-                runner=self.lane.runner(
-                    server, self.key.device, lambda message: self.report("warning", {"message": message})
-                ),
+                runner=runner,
                 records=records,
                 report=self.report,
                 roof=self._roof() if search.trials else None,
@@ -288,12 +293,32 @@ class Attempt:
                 failures + result.failures,
                 searched_s + result.elapsed_s,
                 result.reason,
+                self._guarded(runner.guard),
             )
         if outcome.trials > 0 and operators and not outcome.measured:
             raise NoValidCandidate(
                 f"none of {outcome.trials} candidates could be built and run; the job's trial events say why for each"
             )
         return outcome
+
+    def _guarded(self, guard: Guard) -> dict[str, Json]:
+        """Keep how each slot was, and tell it."""
+        now = dt.datetime.now(dt.UTC)
+        slots = {
+            slot.removeprefix("@") or platform.node(): replace(guard.latest[slot], reference_s=level.reference_s)
+            for slot, level in guard.level.items()
+        }
+        found = [
+            Health(slot, was.reference_s, was.reference_s, was.temperature_c, was.khz, was.governor, now)
+            for slot, was in slots.items()
+        ]
+        self.store.put_health(self.key.device, found)
+        return {
+            "repeated": guard.repeated,
+            "unsettled": guard.unsettled,
+            "cooled_s": guard.cooled_s,
+            "slots": to_json(slots),
+        }
 
     def _settle(self, verdict: dict[str, Any], libraries: dict[str, str], outcome: SearchOutcome) -> SearchOutcome:
         """Keep the better of the two tuned libraries, by the whole model's time, and forget the other."""

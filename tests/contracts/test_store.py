@@ -32,7 +32,7 @@ from tests.samples import (
     sha256,
 )
 from tuning_db.calibration import CalibrationInfo
-from tuning_db.catalog import ModelInfo, PortSpec, Roof
+from tuning_db.catalog import Health, ModelInfo, PortSpec, Roof
 from tuning_db.engine import open_engine, parse_url
 from tuning_db.errors import (
     CacheMiss,
@@ -291,6 +291,28 @@ class TestRoofs:
         roofs = [replace(self.ROOF, flops_per_s=1e9 + n) for n in range(8)]
         at_once(8, lambda n: store.put_roof(DEVICE, roofs[n]))
         assert store.roof(DEVICE) in roofs
+
+
+class TestHealths:
+    def test_of_each_slot(self, store: TuningStore, clock: Clock) -> None:
+        """A slot is as it was last, by the best that it ever was; the device drifts as much as its slowest slot, and a
+        slot that nothing was measured on for a month is forgotten."""
+        store.report_device("w1", DEVICE, TARGET, TOOLCHAIN)
+        assert (store.device(DEVICE.name).health, store.device(DEVICE.name).drift) == ((), None)
+        one = Health("board:9090", 0.002, 0.002, 61.5, 1_500_000, "performance", clock())
+        two = Health("board:9091", 0.004, 0.004, None, None, None, clock())
+        store.put_health(DEVICE, [one, two])
+        assert store.device(DEVICE.name).health == (one, two)
+        assert store.device(DEVICE.name).drift == 0
+        slower = replace(one, reference_s=0.003, best_reference_s=0.003, temperature_c=84.0)
+        store.put_health(DEVICE, [slower, replace(two, reference_s=0.001, best_reference_s=0.001)])
+        first, second = store.device(DEVICE.name).health
+        assert first == replace(slower, best_reference_s=0.002)
+        assert second.best_reference_s == 0.001
+        assert store.device(DEVICE.name).drift == pytest.approx(0.5)
+        assert store.device(DEVICE.name).roof is None
+        clock.advance(31 * 24 * 3600)
+        assert store.device(DEVICE.name).health == ()
 
 
 class TestSubmit:

@@ -49,6 +49,12 @@ def test_a_model_comes_back_as_a_library_that_agrees_and_is_then_a_hit(
     manifest = fetched.manifest
     assert manifest["check"]["ok"]
     assert manifest["records"]["applied"] > 0
+    # Each trial is judged by what the machine was like; what that came to is told of the device too.
+    [(slot, was)] = manifest["search"]["guard"]["slots"].items()
+    assert was["reference_s"] > 0
+    [device] = client.devices()
+    assert [health["slot"] for health in device["health"]] == [slot]
+    assert device["drift"] >= 0
     assert manifest["inputs"] == [{"name": "image", "dtype": "float32", "shape": [1, 8, 28, 28]}]
     assert manifest["outputs"] == [{"name": "scores", "dtype": "float32", "shape": [1, 10]}]
     assert all(len(manifest["latency"][name]["samples_s"]) >= 10 for name in ("untuned", "tuned", "onnxruntime"))

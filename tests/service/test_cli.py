@@ -24,7 +24,7 @@ from service.cli import CACHE_MISS, INTEGRITY, JOB_FAILED, UNREACHABLE, USAGE, _
 from tests.samples import DEVICE
 from tests.service.conftest import Service, relu_model
 from tests.service.test_client import answering
-from tuning_db.catalog import Roof
+from tuning_db.catalog import Health, Roof
 from tuning_db.jobs import TUNERS, JobError, JobState
 from tuning_db.migrations import check_schema
 
@@ -350,13 +350,16 @@ def test_tables(service: Service, model: str, batch: int) -> None:
 
 
 def test_roofs_in_the_table(own_service: Callable[..., Any]) -> None:
-    """`devices` shows what a device can do at most, and a dash while nobody has measured it."""
+    """`devices` shows what a device can do at most and how far it is from its best, and a dash while nobody has
+    measured it."""
     with own_service() as service:
-        for figures in (["-", "-"], ["412", "38"]):
+        for figures in (["-", "-", "-"], ["412", "38", "25%"]):
             header, row = (line.split("\t") for line in tunery(service, "devices").stdout.splitlines())
-            assert header == ["device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "last seen"]
-            assert row[:7] == [DEVICE.name, "x86_64", "1", "0", "0", *figures]
-            service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, dt.datetime.now(dt.UTC)))
+            assert header == ["device", "arch", "workers", "busy", "queued", "GFLOP/s", "GB/s", "drift", "last seen"]
+            assert row[:8] == [DEVICE.name, "x86_64", "1", "0", "0", *figures]
+            now = dt.datetime.now(dt.UTC)
+            service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, now))
+            service.store.put_health(DEVICE, [Health("host", 0.005, 0.004, None, None, None, now)])
 
 
 def test_ids_stay_whole_in_a_terminal(service: Service, batch: int) -> None:

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from tests.samples import DEVICE, TARGET, TOOLCHAIN
 from tests.service.conftest import Service, relu_model
-from tuning_db.catalog import Roof
+from tuning_db.catalog import Health, Roof
 from tuning_db.jobs import JobError
 from tuning_db.keys import DeviceIdentity, to_json
 
@@ -311,7 +311,8 @@ def test_devices_by_name_and_attributes(own_service: Callable[..., Any]) -> None
 
 
 def test_device_shows_its_roof(own_service: Callable[..., Any]) -> None:
-    """A device's roof is null until somebody has measured it, and then stands in the list and by name."""
+    """A device's roof and its slots' health are null until somebody has measured them, and then stand in the list and
+    by name."""
     with own_service() as service:
         for path in ("/v1/devices", f"/v1/devices/{DEVICE.name}"):
             answer = service.http.get(path).json()
@@ -327,6 +328,18 @@ def test_device_shows_its_roof(own_service: Callable[..., Any]) -> None:
             "toolchain": to_json(TOOLCHAIN),
         }
         assert service.http.get("/v1/devices").json()["devices"] == [shown]
+        assert (shown["drift"], shown["health"]) == (None, [])
+        now = dt.datetime.now(dt.UTC).replace(microsecond=0)
+        service.store.put_health(DEVICE, [Health("board:9090", 0.005, 0.004, 71.5, 1_500_000, "ondemand", now)])
+        shown = service.http.get(f"/v1/devices/{DEVICE.name}").json()
+        assert shown["drift"] == pytest.approx(0.25)
+        assert shown["health"] == [
+            {
+                "slot": "board:9090", "drift": shown["drift"], "temperature_c": 71.5, "khz": 1_500_000,
+                "governor": "ondemand", "measured_at": now.isoformat().replace("+00:00", "Z"),
+            }
+        ]  # fmt: skip
+        assert {"identity", "target", "workers", "busy", "queued", "last_seen"} <= set(shown)
         service.store.put_roof(DEVICE, Roof(4.12e11, 3.8e10, 2.1e11, measured_at))
         assert service.http.get(f"/v1/devices/{DEVICE.name}").json()["roof"]["toolchain"] is None
 

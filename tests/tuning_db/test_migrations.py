@@ -46,6 +46,7 @@ def test_upgrade_of_a_database_in_use(empty_database_url: str) -> None:
     engine = open_engine(parse_url(empty_database_url))
     with engine.begin() as connection:
         connection.execute(sa.text("DROP TABLE calibrations"))
+        connection.execute(sa.text("DROP TABLE healths"))
     engine.dispose()
     set_revision(empty_database_url, "0001")
     with pytest.raises(SchemaMismatch, match="schema is 0001"):

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuning_db.keys import to_json
+from workers.devices.health import governor, temperature_c
 from workers.devices.local_cpu import read_facts
 from workers.processes import die_with_parent
 
 #: The packed function that tells who and how the board is, as JSON: `probe` says what.
 PROBE: Final = "tunery.board.probe"
 #: What a worker and a board must agree on: it grows when the probe, a step (`board_steps`) or its arguments change.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
@@ -40,23 +41,6 @@ def probe(root: Path = Path("/")) -> dict[str, Any]:
         "free_memory_bytes": _free_memory_bytes(root / "proc/meminfo"),
         "free_disk_bytes": disk.f_bavail * disk.f_frsize,
     }
-
-
-def governor(folder: Path) -> str | None:
-    """What governs the clocks of all processors: one word, or several with commas where they differ."""
-    found = {path.read_text().strip() for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    return ",".join(sorted(found)) or None
-
-
-def temperature_c(folder: Path) -> float | None:
-    """Degrees Celsius of the hottest thermal zone."""
-    found = []
-    for path in folder.glob("thermal_zone*/temp"):
-        try:
-            found.append(int(path.read_text()) / 1000)
-        except (OSError, ValueError):  # a sensor that is switched off
-            continue
-    return max(found, default=None)
 
 
 def _free_memory_bytes(path: Path) -> int:

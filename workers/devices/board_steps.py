@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -51,9 +52,10 @@ def _built(data: Mapping[str, Any]) -> Built:
     return Built(str(Path(data["library"]).resolve()), arguments, None, tuple(data["weights"]))
 
 
-def measure(built: Mapping[str, Any], measurement: Mapping[str, Any], hopeless_s: float | None) -> list[float]:
-    """`sampling.measure`."""
-    return list(sampling.measure(_built(built), Measurement(**measurement), hopeless_s))
+def measure(built: Mapping[str, Any], measurement: Mapping[str, Any], hopeless_s: float | None) -> dict[str, Any]:
+    """`sampling.measure_guarded`: `run_s` and `conditions`."""
+    run_s, found = sampling.measure_guarded(_built(built), Measurement(**measurement), hopeless_s)
+    return {"run_s": list(run_s), "conditions": asdict(found)}
 
 
 def measure_in_turn(candidates: Sequence[Mapping[str, Any]], measurement: Mapping[str, Any]) -> list[list[float]]:

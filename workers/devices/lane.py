@@ -55,9 +55,10 @@ class LocalLane:
 
     def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
         from workers.search.candidates import Measurement
+        from workers.search.guards import Guard
         from workers.search.lanes import LocalRunner
 
-        return LocalRunner(server, Measurement(threads=identity.cores))
+        return LocalRunner(server, Measurement(threads=identity.cores), guard=Guard(warn))
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
         from workers.devices import roof

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tuning_db.trials import Failed, FailureKind, Measured
+from workers.devices.health import Conditions
 from workers.search import forked_steps, sampling
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ChildTimeout, ForkServer, Step
+from workers.search.guards import Guard
 
 
 class Builder(Protocol):
@@ -31,6 +33,10 @@ class Builder(Protocol):
 
 class Runner(Protocol):
     """Measures what a builder made. One call at a time, with nothing else running on the measured cores."""
+
+    @property
+    def guard(self) -> Guard:
+        """The judge of its trials, which tells how the device was meanwhile."""
 
     @property
     def at_once(self) -> int:
@@ -80,10 +86,13 @@ class LocalBuilder:
 class LocalRunner:
     """Runs each candidate in a forked child; the clock of its deadline starts with the child, not in a queue."""
 
-    def __init__(self, server: ForkServer, measurement: Measurement, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, server: ForkServer, measurement: Measurement, *, timeout_s: float = 10.0, guard: Guard | None = None
+    ) -> None:
         self._server = server
         self._measurement = measurement
         self._timeout_s = timeout_s
+        self.guard = Guard() if guard is None else guard
 
     @property
     def at_once(self) -> int:
@@ -94,14 +103,18 @@ class LocalRunner:
 
     def run(self, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
         """`run_all` of one."""
-        try:
-            return Measured(
-                self._server.call_retrying(
-                    sampling.measure, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
+
+        def once() -> tuple[Measured | Failed, str, Conditions | None]:
+            try:
+                run_s, found = self._server.call_retrying(
+                    sampling.measure_guarded, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
                 )
-            )
-        except ChildFailed as failure:
-            return failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
+            except ChildFailed as failure:
+                kinds = (FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
+                return failed(failure, *kinds), "", None
+            return Measured(run_s), "", found
+
+        return self.guard.measure(once)
 
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         deadline_s = self._timeout_s * len(candidates)

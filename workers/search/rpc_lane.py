@@ -20,9 +20,11 @@ from tuning_db.keys import DeviceIdentity
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.devices import board_session
 from workers.devices.board_session import ANSWER_S, CONNECT_S, Lost, Said, upload_s
+from workers.devices.health import Conditions
 from workers.devices.tracker import Boards
 from workers.search.candidates import Built, Measurement
 from workers.search.forkserver import SERVERS_LOST, ChildFailed, ForkServer, ServerDied
+from workers.search.guards import Guard
 from workers.search.lanes import failed
 
 #: Candidates that are handed out at once, for each board: the slowest of them keeps the other boards waiting.
@@ -38,6 +40,7 @@ class RpcRunner:
     def __init__(
         self, server: ForkServer, boards: Boards, identity: DeviceIdentity, measurement: Measurement, *,
         timeout_s: float = 10.0, connect_s: float = CONNECT_S, warn: Callable[[str], None] = lambda message: None,
+        guard: Guard | None = None,
     ) -> None:  # fmt: skip
         self._server = server
         self._boards = boards
@@ -46,6 +49,7 @@ class RpcRunner:
         self._timeout_s = timeout_s
         self._connect_s = connect_s
         self._warn = warn
+        self.guard = Guard(warn) if guard is None else guard
 
     @property
     def at_once(self) -> int:
@@ -55,8 +59,15 @@ class RpcRunner:
     def run_all(self, wanted: Sequence[tuple[Built, float | None]]) -> list[Measured | Failed]:
         def run(built: Built, hopeless_s: float | None) -> Measured | Failed:
             arguments = [_sent(built), asdict(self._measurement), hopeless_s]
-            result = self._trial([built], "measure", arguments, self._timeout_s)
-            return result if isinstance(result, Failed) else Measured(tuple(result))
+
+            def once() -> tuple[Measured | Failed, str, Conditions | None]:
+                result = self._trial([built], "measure", arguments, self._timeout_s)
+                if isinstance(result, Failed):
+                    return result, "", None
+                address, value = result
+                return Measured(tuple(value["run_s"])), f"@{address}", Conditions.from_json(value["conditions"])
+
+            return self.guard.measure(once)
 
         results: dict[int, Measured | Failed] = {}
         for _ in range(SERVERS_LOST):
@@ -78,10 +89,12 @@ class RpcRunner:
         deadline_s = self._timeout_s * len(candidates)
         arguments = [[_sent(built) for built in candidates], asdict(self._measurement)]
         result = self._trial(candidates, "measure_in_turn", arguments, deadline_s)
-        return result if isinstance(result, Failed) else [Measured(tuple(samples)) for samples in result]
+        return result if isinstance(result, Failed) else [Measured(tuple(samples)) for samples in result[1]]
 
-    def _trial(self, libraries: Sequence[Built], step: str, arguments: Sequence[Any], deadline_s: float) -> Any:
-        """What the step returns, or Failed."""
+    def _trial(
+        self, libraries: Sequence[Built], step: str, arguments: Sequence[Any], deadline_s: float
+    ) -> tuple[str, Any] | Failed:
+        """The address of the board that ran the step, and what that returned; or Failed."""
         said_so: dict[str, Failed] = {}  # by board
         lost, warned = 0, ""
         end_s = time.monotonic() + self._boards.patience_s
@@ -110,7 +123,7 @@ class RpcRunner:
                 answer = Lost(f"the board at {lease.address} does not answer: {failure}")
             if isinstance(answer, Said):
                 try:
-                    return answer.result()
+                    return lease.address, answer.result()
                 except ChildFailed as failure:
                     kinds = (FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
                     said_so[lease.address] = failed(failure, *kinds)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import tvm.runtime
 
+from workers.devices.health import Conditions, conditions
 from workers.search.candidates import Built, Measurement
 
 _pool = np.empty(0, dtype=np.float32)
@@ -45,6 +46,13 @@ def measure(built: Built, measurement: Measurement, hopeless_s: float | None = N
     while not sampler.is_settled(measurement.repeat, hopeless_s):
         sampler.sample()
     return sampler.fastest(measurement.repeat)
+
+
+def measure_guarded(
+    built: Built, measurement: Measurement, hopeless_s: float | None = None
+) -> tuple[tuple[float, ...], Conditions]:
+    """`measure`, and how the machine was right after it, by which `guards` judges."""
+    return measure(built, measurement, hopeless_s), conditions()
 
 
 def measure_in_turn(candidates: Sequence[Built], measurement: Measurement) -> list[tuple[float, ...]]:

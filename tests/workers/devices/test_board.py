@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from tests.workers.lending import free, joined, running_agent, running_tracker, wait_until
-from workers.devices import board, board_server, boards
+from workers.devices import board, boards
 from workers.devices.board_session import NotReady, Session
+from workers.devices.health import conditions
 from workers.devices.identity import CpuFacts, identity_of
 from workers.devices.local_cpu import read_facts
 from workers.devices.tracker import BoardBusy, NoSuchBoard, Tracker, TrackerUnreachable
@@ -212,19 +213,21 @@ def test_command() -> None:
 
 
 def test_health(tmp_path: Path) -> None:
-    """Governor and temperature are read as the kernel shows them; what it does not show is None."""
-    assert board_server.governor(tmp_path) is None
-    assert board_server.temperature_c(tmp_path) is None
-    for number, name in enumerate(("performance", "ondemand", "ondemand")):
-        folder = tmp_path / f"cpu{number}" / "cpufreq"
+    """Governor, clock and temperature are read as the kernel shows them; what it does not show is None."""
+    found = conditions(tmp_path)
+    assert (found.temperature_c, found.khz, found.governor) == (None, None, None)
+    for number, (name, khz) in enumerate((("performance", "600000"), ("ondemand", "1500000"), ("ondemand", ""))):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/cpufreq"
         folder.mkdir(parents=True)
         (folder / "scaling_governor").write_text(f"{name}\n")
+        (folder / "scaling_cur_freq").write_text(khz)
     for number, text in enumerate(("48312\n", "51000\n", "")):
-        folder = tmp_path / f"thermal_zone{number}"
-        folder.mkdir()
+        folder = tmp_path / f"sys/class/thermal/thermal_zone{number}"
+        folder.mkdir(parents=True)
         (folder / "temp").write_text(text)
-    assert board_server.governor(tmp_path) == "ondemand,performance"
-    assert board_server.temperature_c(tmp_path) == 51.0
+    found = conditions(tmp_path)
+    assert (found.temperature_c, found.khz, found.governor) == (51.0, 1_500_000, "ondemand,performance")
+    assert found.reference_s > 0
 
 
 def test_board_needs_little() -> None:

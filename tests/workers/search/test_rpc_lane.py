@@ -87,6 +87,8 @@ def test_trials_are_spread(
     found = [outcome.run_s[0] for outcome in outcomes if isinstance(outcome, Measured)]
     assert len(found) == 3
     assert found == sorted(found)
+    # Each board is judged by its own speed.
+    assert set(runner.guard.level) == {f"@{address}" for address in twins.tracker.boards(KEY)}
 
 
 def test_both_boards_are_asked(
