@@ -66,7 +66,7 @@ def test_one_job_outlives_each_process(small_model: Path, tmp_path: Path) -> Non
     processes with it, so that the sweep gives it to the next one; and `tunery up`, with which all ends, and of which
     the next one finishes the job. Nothing is measured twice."""
     trials = 48
-    env = {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "30", "TUNERY_MAX_ATTEMPTS": "4"}
+    env = {**FAST, "TUNERY_SILENCE_TIMEOUT_S": "45", "TUNERY_MAX_ATTEMPTS": "4"}
     with running(tmp_path / "data", env) as service, Tunery(service.url) as client:
 
         def hear_of(**data: object) -> None:

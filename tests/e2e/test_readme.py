@@ -33,7 +33,7 @@ def blocks(heading: str, language: str) -> list[str]:
 
 def smaller(text: str, url: str) -> str:
     text = text.replace("http://127.0.0.1:8000", url).replace(MODEL, "model.onnx")
-    return text.replace('"trials": 64', '"trials": 16').replace("64 --s", "16 --s")
+    return text.replace('"trials": 64', '"trials": 8').replace("64 --s", "8 --s")
 
 
 def classifier() -> onnx.ModelProto:
@@ -142,7 +142,7 @@ def test_ci(up: Service, folder: Path) -> None:
     script = smaller(f"{model_line()}\n" + "\n".join(blocks("From CI", "sh")), up.url)
     run_shell(script, folder)
     assert json.loads((folder / "library" / "manifest.json").read_text())["inputs"][0]["shape"] == [1, 3, 48, 192]
-    run_shell(script.replace("1,3,48,192", "1,3,48,96").replace("--trials 16", "--tuner none"), folder)
+    run_shell(script.replace("1,3,48,192", "1,3,48,96").replace("--trials 8", "--tuner none"), folder)
     assert json.loads((folder / "library" / "manifest.json").read_text())["inputs"][0]["shape"] == [1, 3, 48, 96]
 
 
@@ -166,7 +166,7 @@ def test_an_altered_byte_is_never_served(up: Service, folder: Path) -> None:
     blob.write_bytes(data)
     status = ["curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", f"{up.url}/v1/artifacts/{key}/library"]
     assert subprocess.run(status, capture_output=True, text=True, check=True).stdout == "404"
-    again = curl_script(up.url).replace('"trials": 16', '"tuner": "none"').replace('"seconds": 90', '"seed": 0')
+    again = curl_script(up.url).replace('"trials": 8', '"tuner": "none"').replace('"seconds": 90', '"seed": 0')
     output = run_shell(again, folder)
     assert '"state":"SUCCEEDED"' in output.replace(" ", "")
     assert subprocess.run(status, capture_output=True, text=True, check=True).stdout == "200"
@@ -177,12 +177,12 @@ def test_demo(tmp_path: Path) -> None:
     assert blocks("See it work", "sh") == ["make demo\n"]
     report = tmp_path / "demo.json"
     subprocess.run(
-        ["make", "--silent", "demo", f"DEMO_ARGS=--trials 24 --seconds 30 --report {report}"],
+        ["make", "--silent", "demo", f"DEMO_ARGS=--trials 8 --seconds 30 --report {report}"],
         cwd=REPOSITORY, check=True, timeout=280, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     figures = json.loads(report.read_text())
     assert figures["max_abs_diff"] < 1e-4
-    assert figures["search"]["trials_measured"] <= 24
+    assert figures["search"]["trials_measured"] <= 8
     assert [difference["field"] for difference in figures["miss"]] == ["inputs.x.shape"]
 
 

@@ -202,9 +202,14 @@ def _run(module: tvm.ir.IRModule, kernels: Mapping[str, Any], inputs: Sequence[A
             return expression.value.numpy()
         if isinstance(expression, relax.Tuple):
             return [evaluate(field) for field in expression.fields]
+        if isinstance(expression, relax.TupleGetItem):
+            return evaluate(expression.tuple_value)[expression.index]
         assert isinstance(expression, relax.Call), expression
-        shape = [int(size) for size in expression.ty.shape]
         operator = expression.op.name.removeprefix("relax.")
+        if operator == "split":
+            ends = [int(end) for end in expression.attrs.indices_or_sections]
+            return np.split(evaluate(expression.args[0]), ends, int(expression.attrs.axis))
+        shape = [int(size) for size in expression.ty.shape]
         if operator in _BETWEEN:
             read = [evaluate(a) for a in expression.args if not isinstance(a, relax.ShapeExpr)]
             return np.asarray(_BETWEEN[operator](expression, *read)).reshape(shape)
