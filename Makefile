@@ -22,7 +22,6 @@ demo: .venv/demo ## tune a real model on this machine, fetch the library by its 
 # In the order of the folders, whose first hold the longest files: a long one at the end keeps one core idle.
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
-	-@$(MAKE) --no-print-directory boards # without them the tests' summary says what is missing
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-boards: boards ## run the tests on emulated aarch64 boards, which are made first: 130 MB are downloaded
