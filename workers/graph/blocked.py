@@ -34,8 +34,8 @@ from workers.graph.computations import (
     pack_weights,
 )  # fmt: skip
 from workers.graph.folding import channel_vector, fold_affine, merge_affine, shifted
-from workers.graph.integer import IntegerConvolution
-from workers.graph.integer_nodes import FEW_CHANNELS, IntegerNodes, integer_convolution
+from workers.graph.integer import IntegerConvolution, IntegerDense
+from workers.graph.integer_nodes import FEW_CHANNELS, IntegerNodes, integer_convolution, integer_dense
 from workers.graph.integer_nodes import Integers as _Integers
 from workers.graph.layout import NONE, Slots
 from workers.graph.nodes import Blocked as _Blocked
@@ -99,7 +99,7 @@ class BlockedGraph(IntegerNodes):
         """NotBlockable if `main` is not one dataflow block of static shapes. `signed`: whether products of integers are
         of data less 128, as `sdot` wants it."""
         self.block = block
-        super().__init__(module, signed=signed)
+        super().__init__(module, block, signed=signed)
         self._module = module
         self._products: dict[int, _Product] = {}
         self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of
@@ -134,8 +134,8 @@ class BlockedGraph(IntegerNodes):
         if integers is not None:
             self._integers[node.index] = integers
             group = _Group(node.index, [*integers.absorbed, node.index])
-            self._grow(group, node.variable, node.index + 1)
-            self._settle(group)
+            self._grow(group, node.variable, node.index + 1, rows=integers.rows)
+            self._settle(group, blocked=not integers.rows)
         elif operator == "dequantize":
             self._consider_dequantized(node)
         elif operator == "matmul" and _is_dense(node) and not self._is_blocked(arguments[0]):
@@ -586,6 +586,8 @@ class _Emission:
         node = nodes[group.anchor]
         integers = self._graph._integers.get(node.index)
         if integers is not None and integers.weights is not None:
+            if integers.rows:
+                return integer_dense(self, group, node, integers, integers.weights, shape)
             return integer_convolution(self, group, node, integers, integers.weights, shape)
         if node.index in self._graph._products:
             return self._matmul(group, self._graph._products[node.index], shape)
@@ -713,21 +715,33 @@ class _Emission:
         if shift is not None:
             steps = [Step("add", (VALUE, ("input", len(operands)))), *shifted(steps)]
             operands = [*operands, shift]
+        fused, inputs = self._fuse_rows(steps, operands, slots, rows)
+        dense = Dense(rows, length, outputs, block, fused)
+        data = self._rows_of(node.arguments[0], rows)
+        arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
+        result = self._call(dense, [data], weight=arranged, others=inputs)
+        return self._reshaped(result, (rows, outputs), shape)
+
+    def _fuse_rows(
+        self, steps: Sequence[Step], operands: Sequence[Any], slots: Slots, rows: int
+    ) -> tuple[Fused, list[Any]]:
+        """A program over plain rows, and its operands: vectors in blocks, or as many rows."""
         inputs, shapes, dtypes = [], [], []
         for operand in operands:
             dtypes.append("float32" if isinstance(operand, np.ndarray) else _dtype(operand))
             if isinstance(operand, GenericConst | np.ndarray):
-                vector = slots.vector(channel_vector(operand, outputs).astype("float32"))
+                vector = slots.vector(channel_vector(operand, slots.count).astype("float32"))
                 inputs.append(relax.const(vector))
                 shapes.append(tuple(vector.shape))
             else:
-                inputs.append(self._reshaped(self._plain(operand), _shape(operand), (rows, outputs)))
-                shapes.append((rows, outputs))
-        dense = Dense(rows, length, outputs, block, Fused(Program(tuple(steps)), tuple(shapes), tuple(dtypes)))
-        data = self._reshaped(self._plain(node.arguments[0]), _shape(node.arguments[0]), (rows, length))
-        arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
-        result = self._call(dense, [data], weight=arranged, others=inputs)
-        return self._reshaped(result, (rows, outputs), shape)
+                inputs.append(self._rows_of(operand, rows))
+                shapes.append((rows, slots.count))
+        return Fused(Program(tuple(steps)), tuple(shapes), tuple(dtypes)), inputs
+
+    def _rows_of(self, expression: Any, rows: int) -> Any:
+        """A tensor as so many plain rows."""
+        before = _shape(expression)
+        return self._reshaped(self._plain(expression), before, (rows, math.prod(before) // rows))
 
     def _matmul(self, group: _Group, product: _Product, shape: tuple[int, ...]) -> Any:
         assert group.anchor is not None
@@ -1024,6 +1038,8 @@ def _stem(computation: Computation) -> str:
         if operators == {"quantize", "dequantize"}:
             return "requantize"
         return operators.pop() if operators in ({"quantize"}, {"dequantize"}) else "pointwise"
+    if isinstance(computation, IntegerDense):
+        return "int8_dense"
     if isinstance(computation, Dense | BatchMatmul):
         return "dense" if isinstance(computation, Dense) else "matmul"
     if isinstance(computation, Pooling):

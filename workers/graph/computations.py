@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tvm import te, tirx
 
 from workers.graph import integer, winograd
-from workers.graph.integer import IntegerConvolution
+from workers.graph.integer import IntegerConvolution, IntegerDense
 from workers.graph.memory import CONCAT_ATTR, LAYOUT_ATTR
 from workers.graph.parts import BlockedConvolution, Fused, Shape5, Window, at, function_of
 
@@ -89,7 +89,7 @@ def pack_weights(computation: Computation, variant: str, weight: NDArray[Any]) -
     if isinstance(computation, Pooling):
         blocks, block = computation.blocks, computation.block
         return np.ascontiguousarray(weight.reshape(blocks, block, *weight.shape[1:]).transpose(0, 2, 3, 1))
-    if isinstance(computation, IntegerConvolution):
+    if isinstance(computation, IntegerConvolution | IntegerDense):
         return integer.pack_weights(computation, weight)
     assert isinstance(computation, Convolution | Dense)
     out_blocks, in_units, kh, kw, unit, block = computation.weight_shape
@@ -111,6 +111,8 @@ def variants(computation: Computation, *, rounding: bool) -> dict[str, tvm.tirx.
         return convolution_variants(computation, rounding=rounding)
     if isinstance(computation, IntegerConvolution):
         return {"integer": integer.convolution(computation)}
+    if isinstance(computation, IntegerDense):
+        return {"integer": integer.dense(computation)}
     if isinstance(computation, Dense):
         return {"dense": dense(computation)}
     if isinstance(computation, BatchMatmul):
@@ -850,4 +852,4 @@ def batch_matmul(product: BatchMatmul) -> tvm.tirx.PrimFunc:
     return schedule.mod["main"]
 
 
-Computation = Convolution | IntegerConvolution | Dense | BatchMatmul | Pooling | Pointwise | Copy
+Computation = Convolution | IntegerConvolution | IntegerDense | Dense | BatchMatmul | Pooling | Pointwise | Copy

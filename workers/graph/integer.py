@@ -104,10 +104,10 @@ class IntegerConvolution(BlockedConvolution):
         return 2.0 * n * o * h * w * v * self.reads * self.unit * self.window.kernel[0] * self.window.kernel[1]
 
 
-def pack_weights(conv: IntegerConvolution, weight: NDArray[Any]) -> NDArray[Any]:
+def pack_weights(conv: IntegerConvolution | IntegerDense, weight: NDArray[Any]) -> NDArray[Any]:
     """int8 weights [out slots, in slots or plain channels, kh, kw] as the function of `convolution` takes them."""
     o, c, kh, kw, fours, block, four = conv.weight_shape
-    if conv.groups > 1:
+    if isinstance(conv, IntegerConvolution) and conv.groups > 1:
         weight = _spread(conv, weight)
     weight = np.pad(weight, ((0, 0), (0, c * fours * four - weight.shape[1]), (0, 0), (0, 0)))
     parts = weight.reshape(o, block, c, fours, four, kh, kw)
@@ -212,3 +212,92 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
         **({"signed": 1} if conv.signed else {}),
     }  # fmt: skip
     return function_of([data, weight, added, factor, *post, result], "integer", geometry)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerDense:
+    """Rows of plain uint8 [rows, length] times int8 weights, to plain rows [rows, outputs], a whole number of blocks.
+
+    The other inputs of its epilogue are vectors [1, blocks, 1, 1, block], or as many plain rows.
+    """
+
+    rows: int
+    length: int  #: a multiple of four
+    outputs: int
+    block: int
+    signed: bool = False
+    epilogue: Fused = field(default_factory=Fused)
+
+    def __post_init__(self) -> None:
+        if not self.fits(self.length, self.outputs, self.block):
+            raise ValueError(f"rows of {self.length}, {self.outputs} outputs in blocks of {self.block}")
+
+    @staticmethod
+    def fits(length: int, outputs: int, block: int) -> bool:
+        """Whether there is such a computation."""
+        return length % FOUR == 0 and outputs % block == 0
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.epilogue.program.dtype("float32")
+
+    @property
+    def blocks(self) -> int:
+        return self.outputs // self.block
+
+    @property
+    def unit(self) -> int:
+        """Places of a row that are summed by the innermost loops."""
+        return next(unit for unit in (16, 8, 4) if self.length % unit == 0)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.blocks, self.length // self.unit, 1, 1, self.unit // FOUR, self.block, FOUR)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (self.rows, self.outputs)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of integers in one call."""
+        return 2.0 * self.rows * self.length * self.outputs
+
+
+def dense(product: IntegerDense) -> tvm.tirx.PrimFunc:
+    """The function of an `IntegerDense`: rows are its pixels, and places in a row its channels."""
+    rows, blocks, block, unit = product.rows, product.blocks, product.block, product.unit
+    data = te.placeholder((rows, product.length), "uint8", name="data")
+    weight = te.placeholder(product.weight_shape, "int8", name="weight")
+    added, factor = constants(blocks, block)
+    post = product.epilogue.placeholders("post")
+    extents = (product.length // unit, 1, 1, unit // FOUR, FOUR)
+    ic, kh, kw, fours, four = (
+        te.reduce_axis((0, extent), name)
+        for extent, name in zip(extents, ("ic", "kh", "kw", "fours", "four"), strict=True)
+    )
+
+    def term(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        x = data[w, ic * unit + fours * FOUR + four].astype("int32")
+        if product.signed:
+            x = x - BELOW
+        return te.sum(x * weight[o, ic, kh, kw, fours, v, four].astype("int32"), axis=[ic, kh, kw, fours, four])
+
+    total = te.compute((1, blocks, 1, rows, block), term, name="sum")
+
+    def finish(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
+        inputs = [tensor[w, o * block + v] if len(tensor.shape) == 2 else tensor[0, o, 0, 0, v] for tensor in post]
+        return product.epilogue.program.evaluate(real(total[n, o, h, w, v], (added, factor), (n, o, h, w, v)), inputs)
+
+    result = te.compute((1, blocks, 1, rows, block), finish, name="result")
+    geometry = {
+        "n": 1, "o": blocks, "h": 1, "w": rows, "v": block, "ic": product.length // unit, "kh": 1, "kw": 1, "ii": unit,
+        "stride": 1, "staged": 0, "quantized": 0, "plain": 0, "others": len(post),
+        "bytes": int(product.dtype == "uint8"),
+        **({"signed": 1} if product.signed else {}),
+    }  # fmt: skip
+    function = function_of([data, weight, added, factor, *post, result], "integer", geometry)
+    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
+    schedule.transform_layout(schedule.get_sblock("result"), ("write", 0), lambda n, o, h, w, v: (w, o * block + v))
+    return schedule.mod["main"]

@@ -6,6 +6,7 @@ computed in integers if it is one that `workers.graph.integer` has; else the deq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -17,7 +18,7 @@ from tvm import relax
 
 from workers.graph.computations import Computation, Pooling
 from workers.graph.folding import in_units
-from workers.graph.integer import IntegerConvolution, offsets
+from workers.graph.integer import IntegerConvolution, IntegerDense, offsets
 from workers.graph.layout import Slots
 from workers.graph.nodes import (
     Blocked,
@@ -59,6 +60,7 @@ class Integers:
     absorbed: tuple[int, ...]  #: nodes that it does the work of
     quantizes: bool = False
     signed: bool = False  #: whether products are of data less 128
+    rows: bool = False  #: whether it is plain rows, and so is the result
 
     @property
     def summed(self) -> Grid:
@@ -78,8 +80,9 @@ class InReal:
 class IntegerNodes:
     """The nodes of a graph, and what of them is in kernels so far."""
 
-    def __init__(self, module: tvm.ir.IRModule, *, signed: bool) -> None:
+    def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool) -> None:
         """NotBlockable if `main` is not one dataflow block of static shapes."""
+        self._block = block
         self._signed = signed  #: whether dot products are of int8 by int8
         self._nodes = list(read(module))
         self._index = {node.variable: node.index for node in self._nodes}
@@ -164,20 +167,22 @@ class IntegerNodes:
                 return "its data is not blocked, or its window not one of pixels"
             return Integers(source, grid, None, (dequantized.index,))
         if node.operator == "nn.conv2d":
+            rows = False
             if not is_nchw(node):
                 return "its layout is not NCHW"
             outputs, rank = 0, 4
         else:
-            # Rows are images of one pixel: many of them would be better served.
-            if len(node.shape) != 2 or (node.shape[0] > _FEW_ROWS and not self._is_blocked(source)):
-                return f"its rows lie along several axes, or are more than {_FEW_ROWS}"
+            # Few rows, and what is blocked, are images of one pixel.
+            rows = not self._is_blocked(source) and (len(node.shape) != 2 or node.shape[0] > _FEW_ROWS)
+            if rows and not IntegerDense.fits(shape_of(source)[-1], node.shape[-1], self._block):
+                return f"its rows are no whole fours, or its outputs no whole blocks of {self._block}"
             outputs, rank = 1, 2
         weight = self._node(node.arguments[1])
         weights = None if weight is None else weights_of(weight.value, outputs, rank)
         if weights is None:
             return "its other operand is not a constant of int8 around zero"
         signed = self._signed and not (node.operator == "nn.conv2d" and is_depthwise(node))
-        found = Integers(source, grid, weights, (dequantized.index,), signed=signed)
+        found = Integers(source, grid, weights, (dequantized.index,), signed=signed, rows=rows)
         try:
             offsets(found.summed.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
         except OverflowError as error:
@@ -213,6 +218,11 @@ class Emission(Protocol):
 
     def _blocked(self, expression: Any, slots: Slots | None) -> Blocked: ...
     def _plain(self, variable: Any) -> Any: ...
+    def _rows_of(self, expression: Any, rows: int) -> Any: ...
+    def _reshaped(self, expression: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any: ...
+    def _fuse_rows(
+        self, steps: Sequence[Step], operands: Sequence[Any], slots: Slots, rows: int
+    ) -> tuple[Fused, list[Any]]: ...
     def _wanted_slots(self, operands: Sequence[Any], shape: tuple[int, ...]) -> Slots | None: ...
     def _fuse(
         self, group: Group, slots: Slots, shape: tuple[int, ...], shift: Array | None = None,
@@ -313,6 +323,22 @@ def _grouped(
     )  # fmt: skip
     arranged, constants = out.fill(weights.integers), _constants(out, added, factor)
     return Blocked(emission._call(conv, [data.variable], weight=arranged, others=[*constants, *others]), out, shape)
+
+
+def integer_dense(
+    emission: Emission, group: Group, node: Node, integers: Integers, weights: Weights, shape: tuple[int, ...]
+) -> Any:
+    """Rows of plain data times constant weights, to plain rows."""
+    outputs, length, _, _ = weights.integers.shape
+    rows = math.prod(node.shape[:-1])
+    slots = Slots.in_order(outputs, emission._graph.block)
+    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    fused, others = emission._fuse_rows(steps, operands, slots, rows)
+    dense = IntegerDense(rows, length, outputs, slots.block, integers.signed, fused)
+    data = emission._rows_of(integers.source, rows)
+    constants = _constants(slots, added, factor)
+    result = emission._call(dense, [data], weight=weights.integers, others=[*constants, *others])
+    return emission._reshaped(result, (rows, outputs), shape)
 
 
 def _constants(slots: Slots, added: Array, factor: Array) -> list[Any]:

@@ -17,7 +17,7 @@ from tuning_db.trials import Workload
 from workers.graph import elementary, pipeline, tasks
 from workers.graph.blocked import KERNEL_ATTR, BlockedGraph
 from workers.graph.computations import Computation, Convolution, Dense, Pooling, variants
-from workers.graph.integer import FOUR, IntegerConvolution
+from workers.graph.integer import FOUR, IntegerConvolution, IntegerDense
 from workers.graph.nodes import NotBlockable
 from workers.graph.work import Work, work_of
 from workers.packaging.library import apply_schedules
@@ -164,7 +164,7 @@ def _fewest_flops(computation: Computation, functions: Mapping[str, Any]) -> flo
     """Operations of the variant that needs the fewest, its transforms left out: no schedule can do with less time than
     so many of float32 take."""
     flops = computation.flops
-    if isinstance(computation, IntegerConvolution):
+    if isinstance(computation, IntegerConvolution | IntegerDense):
         # In operations of float32, of which a vector holds a fourth.
         flops /= FOUR
     if isinstance(computation, Convolution):

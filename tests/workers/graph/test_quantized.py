@@ -122,6 +122,15 @@ def grouped() -> ModelProto:
     return net.model(net.conv(x, 96, 192, (3, 3), groups=96, strides=[2, 2], pads=[1] * 4))
 
 
+def feed_forward() -> ModelProto:
+    """Rows through two layers and past them, as in a transformer."""
+    net = Net()
+    x = net.input(2, 5, 32)
+    y = net("Add", net("MatMul", x, net.weights(32, 48)), net.random(48))
+    y = net("Add", net("MatMul", net("Relu", y), net.weights(48, 32)), net.random(32))
+    return net.model(net("MatMul", net("Add", x, y), net.weights(32, 16)))
+
+
 def in_all(model: ModelProto, host: Host, folder: Path) -> list[str]:
     """What an inference calls, kernels without their numbers."""
     module, _ = take(model, host, folder).graph.emit(plain)
@@ -154,6 +163,8 @@ INTEGERS = ["int8_conv3x3", "max_pool", *["int8_conv3x3"] * 3, "int8_conv1x1", "
             ["int8_conv3x3", "int8_conv3x3", "requantize", "concat", "average_pool", "int8_conv1x1", "plain"],
         ),
         (depthwise, Recipe(), ["int8_conv3x3", "int8_depthwise", "int8_conv1x1", "plain"]),
+        # Rows are reshaped to two axes and back, which moves nothing.
+        (feed_forward, Recipe(), ["relax.quantize", *["int8_dense"] * 3, *["relax.reshape"] * 7]),
         (grouped, Recipe(), ["int8_conv3x3", "int8_conv3x3", "int8_conv1x1", "int8_conv3x3", "plain"]),
     ],
 )  # fmt: skip
@@ -174,6 +185,7 @@ def test_networks_are_computed_in_integers(
         (depthwise, Recipe()),
         (depthwise, Recipe(activations=QuantType.QInt8, per_channel=False)),
         (grouped, Recipe()),
+        (feed_forward, Recipe()),
         (squeeze_and_excite, Recipe()),
     ],
 )
@@ -195,20 +207,22 @@ SUMS = {
 }
 
 
+def on_grid(net: Net, x: str, scale: float, zero: int) -> str:
+    """Quantized to bytes and back."""
+    grid = net.number(scale), net.constant(np.array(zero, "uint8"))
+    return net("DequantizeLinear", net("QuantizeLinear", x, *grid), *grid)
+
+
 def sums(case: str, zero: int, *, requantized: bool) -> ModelProto:
     """Two convolutions of integers at their limits, on scales of powers of two: float32 holds every sum exactly."""
     channels, out, kernel, groups = SUMS[case]
     net, generator = Net(), np.random.default_rng(zero)
 
-    def on_grid(x: str, scale: float, zero: int) -> str:
-        grid = net.number(scale), net.constant(np.array(zero, "uint8"))
-        return net("DequantizeLinear", net("QuantizeLinear", x, *grid), *grid)
-
     def integers(*shape: int, values: list[int]) -> Array:
         return generator.choice(values, shape)
 
     # Of standard normal numbers a third lie beyond 0 or 255.
-    x = on_grid(net.input(1, channels, 7, 6), 1 / 128, zero)
+    x = on_grid(net, net.input(1, channels, 7, 6), 1 / 128, zero)
     weight = integers(out, channels // groups, *kernel, values=[-128, -128, -127, -1, 0, 1, 127]).astype("int8")
     weight[0], weight[-1] = -128, 127
     scale, zeros = net.number(1 / 32), net.constant(np.zeros((), "int8"))
@@ -218,7 +232,7 @@ def sums(case: str, zero: int, *, requantized: bool) -> ModelProto:
         "Conv", x, net("DequantizeLinear", net.constant(weight), scale, zeros), net.constant(bias), group=groups,
         pads=reach * 2, strides=[1, 2],
     )  # fmt: skip
-    return net.model(on_grid(x, float(np.sqrt(weight[0].size)) / 2, 255 - zero) if requantized else x)
+    return net.model(on_grid(net, x, float(np.sqrt(weight[0].size)) / 2, 255 - zero) if requantized else x)
 
 
 @pytest.mark.parametrize("zero", [0, 128, 255])
@@ -233,6 +247,22 @@ def test_sums_are_exact(case: str, zero: int, host: Host, folder: Path) -> None:
         check(taken, host, cpu=host.cpu, count=1, quanta=quanta(model), exact=True)
         if "avx2" in host.identity.features:
             check(taken, host, cpu=replace(AVX2, dot=PMADDWD), count=1, quanta=quanta(model), exact=True)
+
+
+@pytest.mark.parametrize("zero", [0, 255])
+def test_sums_of_rows_are_exact(zero: int, host: Host, folder: Path) -> None:
+    """The same of rows along two axes, whatever kind of dot products sums them."""
+    net, generator = Net(), np.random.default_rng(0)
+    weight = generator.choice([-128, -127, 0, 127], (52, 32)).astype("int8")
+    weight[:, 0], weight[:, -1] = -128, 127
+    real = net("DequantizeLinear", net.constant(weight), net.number(1 / 32), net.constant(np.zeros((), "int8")))
+    model = net.model(net("MatMul", on_grid(net, net.input(3, 5, 52), 1 / 128, zero), real))
+    taken = take(model, host, folder)
+    assert [name.rpartition("_")[0] for name in taken.computations()] == ["int8_dense"]
+    check(taken, host, cpu=host.cpu, count=1, exact=True)
+    check(take(model, host, folder, signed=True), host, count=1, exact=True)
+    if "avx2" in host.identity.features:
+        check(taken, host, cpu=replace(AVX2, dot=PMADDWD), count=1, exact=True)
 
 
 @pytest.mark.parametrize("case", ["dense", "depthwise", "groups"])
