@@ -3,17 +3,21 @@ to where the GPU itself is needed, which then is missing by name."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 import tvm
 from pydantic import ValidationError
 
 from tests.e2e.conftest import TUNERY
 from tests.samples import make_key
+from tests.workers.conftest import Compiled
 from tests.workers.devices.nvml import Gpu, Recorded
 from tests.workers.devices.recordings import H100
 from tests.workers.models import conv_bn_relu, save
@@ -21,13 +25,17 @@ from tuning_db.blobs import BlobStore
 from tuning_db.catalog import ModelInfo
 from tuning_db.errors import BuildFailed, DeviceLost
 from tuning_db.jobs import JobSpec, SearchConfig
-from tuning_db.keys import TensorSpec
+from tuning_db.keys import TensorSpec, canonical_json, to_json
 from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
 from workers.devices import local_gpu
+from workers.devices.identity import gpu_identity_of
 from workers.devices.lane import GpuLane, LocalLane
 from workers.frontend import onnx_model
 from workers.packaging import device_code
+from workers.packaging.on_gpu import PARTS, OnGpu, run_on_gpu
+from workers.packaging.reference import example_inputs
+from workers.packaging.running import LibraryRefused
 from workers.settings import Settings
 from workers.tuning import Attempt
 
@@ -83,3 +91,26 @@ def test_a_job_for_a_gpu(
         attempt.run()
     with pytest.raises(local_gpu.UnusableDevice, match=r"arch sm_90 instead of sm_87.*driver"):
         local_gpu.expect(replace(device, arch="sm_87", driver="570.1"))
+
+
+def test_times_of_a_gpu(conv: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library answers every example, and its computation and its copies are timed apart, in turns with the engines.
+
+    Faked: the GPU. The library is one for this machine's CPU, which is what TVM is asked for in the GPU's place.
+    """
+    monkeypatch.setattr(local_gpu, "load_runtime", lambda: None)
+    monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
+    monkeypatch.setattr(device_code, "check", lambda _path, _arch: ())
+    monkeypatch.setattr(tvm, "cuda", tvm.cpu)
+    examples = [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)]
+    gpu = OnGpu(json.loads(canonical_json(to_json(gpu_identity_of(H100)))))
+    ran = run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [[x] for x in examples], 3, 1e-4, {"engine": lambda: None})
+    session = onnxruntime.InferenceSession(str(conv.reference), providers=["CPUExecutionProvider"])
+    for x, [got] in zip(examples, ran.outputs["untuned"], strict=True):
+        assert np.allclose(got, session.run(None, {"x": x})[0], atol=1e-4)
+    assert {name: len(samples) for name, samples in ran.samples_s.items()} == {"engine": 3, "untuned": 3}
+    assert {part: len(samples) for part, samples in ran.parts_s["untuned"].items()} == dict.fromkeys(PARTS, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
+    with pytest.raises(LibraryRefused, match=r"the untuned library: .* holds no GPU kernel"):
+        run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [], 3, 1e-4, {})
