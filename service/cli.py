@@ -711,6 +711,8 @@ def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     for name, taken in manifest.get("latency", {}).items():
         facts.append((f"latency, {name}", f"{taken['median_s'] * 1e3:.3f} ms"))
+        if "with_copies" in taken:
+            facts.append((f"latency, {name}, with copies", f"{taken['with_copies']['median_s'] * 1e3:.3f} ms"))
     quantization = manifest.get("quantization")
     if quantization is not None:
         said = {name: value for name, value in key["quantization"].items() if value not in (None, [])}

@@ -1,5 +1,5 @@
-"""`python -m workers`: a worker for the CPU of this machine, or with `--tracker` and `--key` for the boards that have
-joined a tracker. Stops with SIGTERM, and puts back the job it was on.
+"""`python -m workers`: a worker for the CPU of this machine, with `--gpu` for a GPU of it, or with `--tracker` and
+`--key` for the boards that have joined a tracker. Stops with SIGTERM, and puts back the job it was on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
 from workers import toolchain
 from workers.celery_app import create_app
+from workers.devices.identity import UnusableDevice
 from workers.devices.lane import lane_of
 from workers.said import last_line
 from workers.settings import Settings
@@ -35,13 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     """Exit status 2: this machine or its packages cannot be used, and the message says what to do."""
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False,
-        usage="tunery worker [--tracker HOST:PORT --key NAME]   (other settings come from TUNERY_… variables)",
+        usage="tunery worker [--gpu NUMBER|UUID | --tracker HOST:PORT --key NAME]   "
+              "(other settings come from TUNERY_… variables)",
     )  # fmt: skip
+    parser.add_argument("--gpu")
     parser.add_argument("--tracker")
     parser.add_argument("--key")
     given = parser.parse_args(arguments)
     # The processes that this one starts read the same settings.
-    for name, value in (("TUNERY_TRACKER", given.tracker), ("TUNERY_BOARD_KEY", given.key)):
+    told = (("TUNERY_GPU", given.gpu), ("TUNERY_TRACKER", given.tracker), ("TUNERY_BOARD_KEY", given.key))
+    for name, value in told:
         if value is not None:
             os.environ[name] = value
     try:
@@ -51,10 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     lane = lane_of(settings)
     try:
         toolchain.check(toolchain.installed())
+        os.environ.update(lane.environment())
         identity, target, tools = _probe()
         store = TuningStore(settings.database_url)
         store.ping()
-    except (toolchain.UntestedToolchain, ProbeFailed, TuneryError) as error:
+    except (toolchain.UntestedToolchain, UnusableDevice, ProbeFailed, TuneryError) as error:
         _log.error("worker cannot start", message=str(error))
         return 2
     remove_abandoned_scratch()

@@ -26,6 +26,7 @@ class Settings(BaseSettings):
     database_url: str = ""  #: empty: SQLite under `data_dir`
     broker_url: str = EMBEDDED_BROKER
     worker_name: str = ""  #: empty: host name and pid
+    gpu: str = ""  #: number, as nvidia-smi counts, or UUID of the NVIDIA GPU that is driven; empty: none is
     tracker: str = ""  #: HOST:PORT of the tracker whose boards are driven; empty: this machine's CPU is
     board_key: str = ""  #: the key that they have joined under
     board_patience_s: Seconds = 120.0  #: boards that are all away for so long are lost, and so is the job
@@ -39,6 +40,8 @@ class Settings(BaseSettings):
     def _fill_in(self) -> Self:
         if bool(self.tracker) != bool(self.board_key):
             raise ValueError("a tracker and the key of its boards come together: TUNERY_TRACKER and TUNERY_BOARD_KEY")
+        if self.tracker and self.gpu:
+            raise ValueError("a worker drives a GPU or boards, not both: TUNERY_GPU, TUNERY_TRACKER")
         if self.tracker:
             Tracker.parse(self.tracker)
         data_dir = self.data_dir.absolute()

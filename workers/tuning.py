@@ -1,7 +1,7 @@
 """`python -m workers.tuning JOB ATTEMPT PARENT`: one attempt at one job, in a process of its own that may die.
 
 Upload → ONNX with bound shapes, in int8 if the key says so → Relax → tasks → search → library → check and timing in a
-fresh process → published.
+fresh process → published. For GPUs there is no search yet: kernels have TVM's default schedules.
 The supervisor that started it owns heartbeats, cancelling and the verdict when this process dies without one.
 """
 
@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,12 +43,14 @@ from tuning_db.errors import (
     StaleAttempt,
     StorageFull,
     TuningFailed,
+    UnsupportedOption,
     kind_of,
 )
 from tuning_db.jobs import Claim, Job, JobError
 from tuning_db.keys import ArtifactKey, Json, to_json
 from tuning_db.layout import blob_dir
 from tuning_db.store import TuningStore
+from workers.devices.identity import UnusableDevice
 from workers.devices.lane import lane_of
 from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
@@ -56,6 +60,7 @@ from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
 
 if TYPE_CHECKING:
+    from workers.frontend.onnx_import import Imported
     from workers.graph.memory import MemoryPlan
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
@@ -98,6 +103,16 @@ class SearchOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """The libraries of a job, by label, before one of them is chosen."""
+
+    libraries: dict[str, str]  #: paths
+    graphs: Mapping[str, Mapping[str, Json]]  #: by path, what the manifest's `graph` tells of a library
+    outcome: SearchOutcome
+    threads: int  #: of the CPU, for it or for the engines that a GPU is compared with
+
+
+@dataclass(frozen=True, slots=True)
 class Quantized:
     """What quantization left of a model."""
 
@@ -130,21 +145,10 @@ class Attempt:
 
     def run(self) -> None:
         """Raises TuningFailed or InvalidRequest when the job cannot be done, StaleAttempt when it is no longer ours."""
-        intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
-        # The server imports TVM, and so does this process: both at once.
-        with ForkServer(preload(intrinsics)) as server:
+        with self._maker() as make:
             self._check_toolchain()
-            import tvm
-
-            from workers.devices.local_cpu import cpu_of
             from workers.frontend.onnx_import import import_onnx
-            from workers.graph import pipeline
-            from workers.graph.operators import Model
-            from workers.packaging import library
-            from workers.search.records import Records
 
-            target = tvm.target.Target(json.loads(self.key.target))
-            cpu = cpu_of(self.key.device)
             stored = self.store.model(self.key.model)
             path = self.blobs.path_verified(stored.blob)
             quantized = None
@@ -157,31 +161,16 @@ class Attempt:
             reference.write_bytes(imported.bound.SerializeToString())
 
             self.stage("graph", f"{imported.nodes_before} nodes, {imported.nodes_after} after folding")
-            with target, pipeline.pass_context(self.key.options.opt_level):
-                simplified = pipeline.simplify()(imported.module)
-                untuned_module = pipeline.lower_operators()(simplified)
-            untuned = self.scratch / "untuned.so"
-            libraries = {"untuned": str(untuned)}
-            plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
-            records = Records(self.store, self.claim, self.key.record_scope())
-            model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot)
-            operators = model.extract(records.adopt)
-
-            search = self.job.spec.search
-            self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
-            outcome = self._search(server, cpu, operators, records)
-            self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
-            for label, choices in outcome.candidates():
-                path = self.scratch / f"{label}.so"
-                libraries[label] = str(path)
-                plans[str(path)] = library.compile_library(model.assemble(choices), target, path)
+            made = make(imported)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
-        verdict = self._compare(reference, libraries, cpu.threads, quantized)
-        outcome = self._settle(verdict, libraries, outcome)
+        libraries = made.libraries
+        verdict = self._compare(reference, libraries, made.threads, quantized)
+        outcome = self._settle(verdict, libraries, made.outcome)
         label = self._pick(verdict, outcome)
         latency = {
-            name: {"median_s": statistics.median(samples), "samples_s": samples}
+            name: _latency(samples)
+            | {part: _latency(taken) for part, taken in verdict["parts_s"].get(name, {}).items()}
             for name, samples in verdict["samples_s"].items()
         }
         digest, size = self.blobs.put(Path(libraries[label]))
@@ -199,10 +188,7 @@ class Attempt:
             "graph": {
                 "nodes_before": imported.nodes_before,
                 "nodes_after": imported.nodes_after,
-                "operators": len(operators),
-                "quantized_sums": model.integer_sums(),
-                "kernels_before": plans[str(untuned)].kernels.total(),
-                **_reported(plans[libraries[label]]),
+                **made.graphs[libraries[label]],
             },
             "records": {
                 "tuned_tasks": outcome.measured,
@@ -210,7 +196,7 @@ class Attempt:
                 "variants": to_json(outcome.variants()) if label == "tuned" else {},
             },
             "search": {
-                **_as_dict(to_json(search)),
+                **_as_dict(to_json(self.job.spec.search)),
                 "trials_measured": outcome.trials,
                 "failed_trials": outcome.failures,
                 "elapsed_s": round(outcome.elapsed_s, 2),
@@ -221,6 +207,81 @@ class Attempt:
             "elapsed_s": round(time.monotonic() - self.started_s, 2),
         }
         self.store.publish(self.claim, (digest, size), latency[label]["median_s"], manifest)
+
+    @contextmanager
+    def _maker(self) -> Iterator[Callable[[Imported], Made]]:
+        """What makes the libraries for a device of this kind. What differs by kind is behind it."""
+        if self.key.device.kind == "cuda":
+            if self.key.quantization.scheme == "int8":
+                raise UnsupportedOption(
+                    "nothing is computed in int8 on GPUs by this version; use none", field="quantization.scheme"
+                )
+            yield self._make_for_gpu
+            return
+        intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
+        # The server imports TVM, and so does this process: both at once.
+        with ForkServer(preload(intrinsics)) as server:
+            yield partial(self._make_for_cpu, server)
+
+    def _make_for_cpu(self, server: ForkServer, imported: Imported) -> Made:
+        """The untuned library, and one or two with the schedules that a search has found."""
+        import tvm
+
+        from workers.devices.local_cpu import cpu_of
+        from workers.graph import pipeline
+        from workers.graph.operators import Model
+        from workers.packaging import library
+        from workers.search.records import Records
+
+        target = tvm.target.Target(json.loads(self.key.target))
+        cpu = cpu_of(self.key.device)
+        with target, pipeline.pass_context(self.key.options.opt_level):
+            simplified = pipeline.simplify()(imported.module)
+            untuned_module = pipeline.lower_operators()(simplified)
+        untuned = self.scratch / "untuned.so"
+        libraries = {"untuned": str(untuned)}
+        plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
+        records = Records(self.store, self.claim, self.key.record_scope())
+        model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot)
+        operators = model.extract(records.adopt)
+
+        search = self.job.spec.search
+        self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
+        outcome = self._search(server, cpu, operators, records)
+        self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
+        for label, choices in outcome.candidates():
+            path = self.scratch / f"{label}.so"
+            libraries[label] = str(path)
+            plans[str(path)] = library.compile_library(model.assemble(choices), target, path)
+        told: dict[str, Json] = {
+            "operators": len(operators),
+            "quantized_sums": model.integer_sums(),
+            "kernels_before": plans[str(untuned)].kernels.total(),
+        }
+        graphs = {path: {**told, **_reported(plan)} for path, plan in plans.items()}
+        return Made(libraries, graphs, outcome, cpu.threads)
+
+    def _make_for_gpu(self, imported: Imported) -> Made:
+        """The untuned library alone: there is no space of schedules to search."""
+        import tvm
+
+        from workers.devices.local_cpu import host_cores
+        from workers.packaging import gpu_library
+
+        if self.job.spec.search.trials and self.job.spec.search.tuner != "none":
+            self.report("warning", {"message": "nothing is searched for GPUs: kernels have TVM's default schedules"})
+        target = tvm.target.Target(json.loads(self.key.target))
+        options = self.key.options
+        module = gpu_library.lower(imported.module, target, half=False, opt_level=options.opt_level)
+        self.stage("build", f"machine code for {self.key.device.arch}")
+        path = self.scratch / "untuned.so"
+        cubins = gpu_library.compile_library(module, target, path, fast_math=options.fast_math)
+        told: dict[str, Json] = {
+            "kernels": sum(len(cubin.kernels) for cubin in cubins),
+            "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
+        }
+        outcome = SearchOutcome({}, {}, 0, 0, 0.0, "none")
+        return Made({"untuned": str(path)}, {str(path): told}, outcome, host_cores())
 
     def _quantize(self, model: Path) -> Quantized:
         """The model in int8 as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""
@@ -359,10 +420,11 @@ class Attempt:
 
     def _check_toolchain(self) -> None:
         """A job waits in its queue while a worker is upgraded: what it was promised must be what builds it."""
-        from workers import toolchain
-
-        identity, target = self.lane.probe()
-        here = replace(self.key, device=identity, target=target, toolchain=toolchain.current())
+        try:
+            identity, target = self.lane.probe()
+        except UnusableDevice as error:
+            raise DeviceLost(f"the device was there when the worker started: {error}") from None
+        here = replace(self.key, device=identity, target=target, toolchain=self.lane.toolchain())
         differences = self.key.diff(here)
         if differences:
             raise BuildFailed(
@@ -384,10 +446,12 @@ class Attempt:
     def _compare(
         self, reference: Path, libraries: Mapping[str, str], threads: int, quantized: Quantized | None
     ) -> dict[str, Any]:
+        from workers.packaging.on_gpu import OnGpu
         from workers.packaging.reference import Comparison
 
         board = self.lane.board(self.key, _CHECK_TIMEOUT_S)
-        comparison = Comparison(str(reference), libraries, self.key.inputs, threads, board=board)
+        gpu = OnGpu(_as_dict(to_json(self.key.device))) if self.key.device.kind == "cuda" else None
+        comparison = Comparison(str(reference), libraries, self.key.inputs, threads, board=board, gpu=gpu)
         spec = self.scratch / "comparison.json"
         if quantized is not None:
             calibration = None if quantized.calibration is None else str(quantized.calibration)
@@ -446,6 +510,10 @@ def _compared(spec: Path, timeout_s: float) -> dict[str, Any]:
         raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
     verdict: dict[str, Any] = json.loads(done.stdout)
     return verdict
+
+
+def _latency(samples_s: Sequence[float]) -> dict[str, Json]:
+    return {"median_s": statistics.median(samples_s), "samples_s": list(samples_s)}
 
 
 def _reported(plan: MemoryPlan) -> dict[str, Json]:

@@ -1,4 +1,5 @@
-"""Where a worker's device is: this machine's CPU, or boards behind a tracker. What a job does differently there.
+"""Where a worker's device is: this machine's CPU or a GPU of it, or boards behind a tracker. What a job does
+differently there.
 
 Nothing here imports TVM before it is needed: the worker's own process never does.
 """
@@ -6,12 +7,12 @@ Nothing here imports TVM before it is needed: the worker's own process never doe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tuning_db.errors import DeviceLost
-from tuning_db.keys import ArtifactKey, DeviceIdentity
+from tuning_db.keys import ArtifactKey, DeviceIdentity, Toolchain
 from workers.devices.boards import probe_board
 from workers.devices.tracker import Boards, BoardUnusable, Tracker
 from workers.settings import Settings
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 class Lane(Protocol):
     """What a job needs of the device that its worker drives."""
 
+    def environment(self) -> Mapping[str, str]:
+        """What every process of the worker must find in its environment. Raises UnusableDevice."""
+
     def probe(self) -> tuple[DeviceIdentity, str]:
         """Identity and target, as the device says now. Raises UnusableDevice, NoLinker, BoardUnusable or DeviceLost."""
+
+    def toolchain(self) -> Toolchain:
+        """What compiles for it here, for keys. After `probe`."""
 
     def slots(self) -> list[str]:
         """A name for each of the alike that can be worked on side by side; empty while there is none."""
@@ -42,7 +49,19 @@ class Lane(Protocol):
         """Where libraries are checked and timed, if that is not this machine."""
 
 
-class LocalLane:
+class _CpuLane:
+    """What is the same for all CPUs."""
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def toolchain(self) -> Toolchain:
+        from workers import toolchain
+
+        return toolchain.current()
+
+
+class LocalLane(_CpuLane):
     """This machine's CPU."""
 
     def probe(self) -> tuple[DeviceIdentity, str]:
@@ -70,7 +89,7 @@ class LocalLane:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardLane:
+class BoardLane(_CpuLane):
     """All boards of one key, which are of one device."""
 
     boards: Boards
@@ -118,8 +137,46 @@ class BoardLane:
         return OnBoard(where, boards.key, asdict(key.device), key.target, timeout_s, boards.patience_s)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuLane:
+    """One NVIDIA GPU of this machine, or a MIG slice of one. Whoever uses it, a process each, is started anew: CUDA
+    does not survive a fork."""
+
+    wanted: str  #: its number, as `nvidia-smi` counts, or its UUID
+
+    def environment(self) -> Mapping[str, str]:
+        from workers.devices import local_gpu
+
+        return {"CUDA_VISIBLE_DEVICES": local_gpu.uuid_of(local_gpu.nvml_module(), self.wanted)}
+
+    def probe(self) -> tuple[DeviceIdentity, str]:
+        from workers.devices import local_gpu
+
+        local_gpu.load_runtime()
+        return local_gpu.probe()
+
+    def toolchain(self) -> Toolchain:
+        from workers import toolchain
+
+        return toolchain.current_gpu()
+
+    def slots(self) -> list[str]:
+        return [""]
+
+    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
+        raise NotImplementedError("no candidates are made for GPUs")
+
+    def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
+        return None
+
+    def board(self, key: ArtifactKey, timeout_s: float) -> OnBoard | None:
+        return None
+
+
 def lane_of(settings: Settings, *, patience_s: float | None = None) -> Lane:
     """What the worker was told to drive. `patience_s`: for boards, instead of the setting."""
+    if settings.gpu:
+        return GpuLane(settings.gpu)
     if not settings.tracker:
         return LocalLane()
     patience_s = settings.board_patience_s if patience_s is None else patience_s

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from tuning_db.errors import BuildFailed
@@ -47,31 +48,52 @@ def read_facts(nvml: Any, environment: Mapping[str, str] = os.environ) -> GpuFac
 
     UnusableDevice if there is none, or not exactly one, or NVML does not tell what its identity needs.
     """
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise UnusableDevice(f"no NVIDIA GPU is seen: {error}") from None
-    try:
+    with _asking(nvml):
         driver = str(nvml.nvmlSystemGetDriverVersion())
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000
         if cuda != CUDA_MAJOR:
             raise UnusableDevice(f"NVIDIA's driver {driver} runs CUDA {cuda}; TVM's runtime needs CUDA {CUDA_MAJOR}")
         return _facts(nvml, _chosen(_devices(nvml), environment), driver)
-    except nvml.NVMLError as error:
-        raise UnusableDevice(f"NVML does not tell what is asked of it: {error}") from None
-    finally:
-        nvml.nvmlShutdown()
+
+
+def uuid_of(nvml: Any, wanted: str) -> str:
+    """The UUID of the GPU or MIG slice that a worker was told to drive: by its number, as `nvidia-smi` counts, or by
+    its UUID or the begin of that. UnusableDevice if that is none, or several."""
+    with _asking(nvml):
+        devices = _devices(nvml)
+        wholes = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(int(nvml.nvmlDeviceGetCount()))]
+        uuids = [str(nvml.nvmlDeviceGetUUID(whole)) for whole in wholes]
+    known = ", ".join(device.uuid for device in devices) or "none"
+    if wanted.isdecimal():
+        if int(wanted) >= len(wholes):
+            raise UnusableDevice(f"there is no GPU {wanted}: NVML tells of {len(wholes)}, whose UUIDs are {known}")
+        index = int(wanted)
+    elif re.fullmatch(r"(GPU|MIG)-\S*", wanted):
+        fitting = [device for device in devices if device.uuid.startswith(wanted)]
+        if len(fitting) == 1:
+            return fitting[0].uuid
+        divided = [number for number, uuid in enumerate(uuids) if uuid.startswith(wanted)]
+        if fitting or len(divided) != 1:
+            many = f"{len(fitting)} GPUs have" if fitting else "no GPU has"
+            raise UnusableDevice(f"{many} the UUID {wanted}; there are {known}")
+        index = divided[0]
+    else:
+        raise UnusableDevice(f"{wanted!r} is neither the number nor the UUID of a GPU; there are {known}")
+    of_gpu = [device.uuid for device in devices if device.index == index]
+    if not of_gpu:
+        raise UnusableDevice(
+            f"GPU {index} is divided by MIG and has no instance: make one with nvidia-smi mig -cgi … -C"
+        )
+    if len(of_gpu) > 1:
+        raise UnusableDevice(f"GPU {index} is divided by MIG: name one of its instances, {', '.join(of_gpu)}")
+    return of_gpu[0]
 
 
 def probe() -> tuple[DeviceIdentity, str]:
     """Identity and target of this process's GPU. UnusableDevice if it cannot be used, or not be compiled for."""
     from workers.packaging import nvrtc
 
-    try:
-        import pynvml
-    except ImportError:
-        raise UnusableDevice(f"NVML cannot be asked: nvidia-ml-py is not installed; {_INSTALL}") from None
-    facts = read_facts(pynvml)
+    facts = read_facts(nvml_module())
     identity = gpu_identity_of(facts)
     try:
         nvrtc.check(identity.arch)
@@ -81,6 +103,30 @@ def probe() -> tuple[DeviceIdentity, str]:
     target = gpu_target_of(identity, host)
     require_runtime(facts)
     return identity, target
+
+
+def expect(identity: DeviceIdentity) -> None:
+    """UnusableDevice unless this process's GPU is of this identity, which names what differs, and TVM's runtime
+    reaches it. After `load_runtime`."""
+    facts = read_facts(nvml_module())
+    found = gpu_identity_of(facts)
+    differences = [
+        f"{field.name} {getattr(found, field.name)} instead of {getattr(identity, field.name)}"
+        for field in fields(identity)
+        if getattr(found, field.name) != getattr(identity, field.name)
+    ]
+    if differences:
+        raise UnusableDevice(f"this GPU is a {found.name}, not a {identity.name}: {', '.join(differences)}")
+    require_runtime(facts)
+
+
+def nvml_module() -> Any:
+    """nvidia-ml-py. UnusableDevice without it."""
+    try:
+        import pynvml
+    except ImportError:
+        raise UnusableDevice(f"NVML cannot be asked: nvidia-ml-py is not installed; {_INSTALL}") from None
+    return pynvml
 
 
 def load_runtime() -> None:
@@ -107,6 +153,21 @@ def require_runtime(facts: GpuFacts) -> None:
             f"multiprocessors, NVML's {major}.{minor} and {facts.multiprocessors}: name it by its UUID in "
             "CUDA_VISIBLE_DEVICES"
         )
+
+
+@contextmanager
+def _asking(nvml: Any) -> Iterator[None]:
+    """NVML's answers; its refusals are UnusableDevice."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise UnusableDevice(f"no NVIDIA GPU is seen, or its driver is not there: {error}") from None
+    try:
+        yield
+    except nvml.NVMLError as error:
+        raise UnusableDevice(f"NVML does not tell what is asked of it: {error}") from None
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _devices(nvml: Any) -> list[_Device]:

@@ -17,7 +17,7 @@ from tuning_db.keys import DeviceIdentity, Json
 from workers.devices.board_session import CONNECT_S, Session, import_client
 from workers.devices.targets import beyond
 from workers.devices.tracker import Boards, Tracker
-from workers.packaging.running import Ran
+from workers.packaging.running import LibraryRefused, Ran
 from workers.search.forkserver import ChildFailed
 
 
@@ -33,10 +33,6 @@ class OnBoard:
     patience_s: float  #: for a board to be free
     #: Run what the target says that the board cannot run, which ends the step on the board and nothing else.
     force: bool = False
-
-
-class LibraryRefused(Exception):
-    """A library did not run, or was not let run. The message says what happened and why."""
 
 
 def run_on_board(

@@ -2,7 +2,7 @@
 
 Reads a `Comparison` as JSON, prints one JSON object: the numerical check of each library against ONNX Runtime on the
 same inputs, and the time of each and of ONNX Runtime, taken in turns so that a busy machine is busy for all of them.
-Libraries for a board run there (`on_board`): the reference is computed here.
+Libraries for a board run there (`on_board`): the reference is computed here. Those for a GPU run on that (`on_gpu`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tuning_db.errors import DeviceLost
 from tuning_db.keys import Json, TensorSpec, to_json
 from workers.frontend.operators import QUANTIZED
 from workers.packaging import baselines
-from workers.packaging.on_board import LibraryRefused, OnBoard, run_on_board
-from workers.packaging.running import Ran, load_library, outputs_of, set_threads, time_in_turns
+from workers.packaging.on_board import OnBoard, run_on_board
+from workers.packaging.on_gpu import OnGpu, run_on_gpu
+from workers.packaging.running import LibraryRefused, Ran, load_library, outputs_of, set_threads, time_in_turns
 from workers.processes import die_with_parent
 from workers.quantize.samples import Samples
 from workers.said import first_line
@@ -65,6 +66,7 @@ class Comparison:
     fp32: str | None = None
     calibration: str | None = None
     board: OnBoard | None = None  #: where the libraries run, if that is not this machine
+    gpu: OnGpu | None = None  #: or if that is a GPU of it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,7 +76,8 @@ class Comparison:
         data = json.loads(text)
         inputs = tuple(TensorSpec.from_json(i) for i in data["inputs"])
         board = None if data["board"] is None else OnBoard(**data["board"])
-        return cls(**{**data, "inputs": inputs, "board": board})
+        gpu = None if data["gpu"] is None else OnGpu(**data["gpu"])
+        return cls(**{**data, "inputs": inputs, "board": board, "gpu": gpu})
 
 
 #: What integer inputs are drawn from, half open, in the order tried: a model may divide by one or index a short axis.
@@ -197,8 +200,8 @@ def _decibels(signal: float, noise: float) -> float | None:
 
 
 def run(comparison: Comparison) -> dict[str, Json]:
-    """The verdict: `checks` and `samples_s` by label; or `refused`, what ONNX Runtime says of the model; or `failed`,
-    what became of a library on a board; or `lost`, why no board could be asked."""
+    """The verdict: `checks`, `samples_s` and `parts_s` by label; or `refused`, what ONNX Runtime says of the model; or
+    `failed`, what became of a library on a board or GPU; or `lost`, why none could be asked."""
     set_threads(comparison.threads)
     import onnxruntime
 
@@ -227,7 +230,7 @@ def run(comparison: Comparison) -> dict[str, Json]:
         exact = [fp32.run(names, example) for example in examples]
     quantized = exact is not None or _is_quantized(comparison.reference)
     try:
-        ran = _run_here(comparison, examples) if comparison.board is None else _run_on_board(comparison, examples)
+        ran = _run(comparison, examples)
     except LibraryRefused as error:
         return {"failed": str(error)}
     except DeviceLost as error:
@@ -239,7 +242,14 @@ def run(comparison: Comparison) -> dict[str, Json]:
         checks[label] = _worst([entry for sample in entries for entry in sample], len(examples))
         if told:
             checks[label]["quantized"] = to_json(told)
-    return {"checks": to_json(checks), "samples_s": {label: list(taken) for label, taken in ran.samples_s.items()}}
+    return {"checks": to_json(checks), "samples_s": to_json(ran.samples_s), "parts_s": to_json(ran.parts_s)}
+
+
+def _run(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
+    """Where the libraries are for."""
+    if comparison.gpu is not None:
+        return _run_on_gpu(comparison, comparison.gpu, examples)
+    return _run_here(comparison, examples) if comparison.board is None else _run_on_board(comparison, examples)
 
 
 def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
@@ -263,6 +273,14 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
             print(f"OpenVINO cannot run the model: {error}", file=sys.stderr)
     samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rested=baselines.ENGINES)
     return Ran(outputs, samples)
+
+
+def _run_on_gpu(comparison: Comparison, gpu: OnGpu, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
+    arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
+    engine = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
+    return run_on_gpu(
+        gpu, comparison.libraries, arrays, comparison.rounds, comparison.min_sample_s, engines={"onnxruntime": engine}
+    )
 
 
 def _run_on_board(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -15,12 +15,18 @@ _ENOUGH_S: Final = 8.0
 _FEWEST: Final = 3
 
 
+class LibraryRefused(Exception):
+    """A library did not run, or was not let run. The message says what happened and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What libraries did, by label."""
 
     outputs: Mapping[str, list[list[NDArray[Any]]]]  #: of each example
-    samples_s: Mapping[str, list[float]]  #: seconds of one inference
+    samples_s: Mapping[str, list[float]]  #: seconds of one inference; on a GPU of the computation alone
+    #: Seconds of an inference's other parts, each by its name; of a GPU's libraries alone.
+    parts_s: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
 
 
 def set_threads(threads: int) -> None:
@@ -33,12 +39,12 @@ def set_threads(threads: int) -> None:
     os.environ["TVM_BIND_THREADS"] = "0"
 
 
-def load_library(path: str) -> Callable[..., Any]:
-    """The model's function of a library, on the CPU of this machine."""
+def load_library(path: str, device: Any = None) -> Callable[..., Any]:
+    """The model's function of a library, on a device of TVM's; on the CPU of this machine if none is given."""
     import tvm
     from tvm.runtime.vm import VirtualMachine
 
-    function: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())["main"]
+    function: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), device or tvm.cpu())["main"]
     return function
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,6 +55,33 @@ def test_one_of_several() -> None:
     assert "0 GPUs" in refusal(machine, CUDA_VISIBLE_DEVICES="GPU-ffff")
     assert "0 GPUs" in refusal(machine, CUDA_VISIBLE_DEVICES="2", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert "0 GPUs" in refusal(machine, CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_gpu_that_a_worker_is_told_to_drive() -> None:
+    """It is named by its number, as nvidia-smi counts, or by its UUID; of a divided GPU by a slice's UUID. What cannot
+    be driven is refused by name. By recorded answers of NVML."""
+    machine = Recorded([WHOLE_A100, DIVIDED_H100, replace(WHOLE_H100, uuid="GPU-99", slices=())])
+    assert local_gpu.uuid_of(machine, "0") == WHOLE_A100.uuid
+    assert local_gpu.uuid_of(machine, "GPU-7c3f") == WHOLE_A100.uuid
+    assert local_gpu.uuid_of(machine, "MIG-1bb3") == "MIG-1bb3"
+    for wanted, said in {
+        "7": "there is no GPU 7: NVML tells of 3",
+        "GPU-ffff": "no GPU has the UUID GPU-ffff; there are GPU-7c3f",
+        "MIG-": "2 GPUs have the UUID MIG-",
+        "1": "GPU 1 is divided by MIG: name one of its instances, MIG-0aa2, MIG-1bb3",
+        WHOLE_H100.uuid: "GPU 1 is divided by MIG: name one",
+        "H100": "'H100' is neither the number nor the UUID",
+    }.items():
+        with pytest.raises(UnusableDevice, match=re.escape(said)):
+            local_gpu.uuid_of(machine, wanted)
+    assert machine.open == 0
+
+    class Divided(Recorded):
+        def nvmlDeviceGetMigMode(self, _gpu: Gpu) -> tuple[int, int]:  # noqa: N802
+            return 1, 1
+
+    with pytest.raises(UnusableDevice, match="GPU 0 is divided by MIG and has no instance"):
+        local_gpu.uuid_of(Divided([WHOLE_H100]), "0")
 
 
 def test_slices() -> None:

@@ -1,0 +1,116 @@
+"""A worker that is told to drive a GPU, and a job for one, on a machine that has none: by recorded answers of NVML up
+to where the GPU itself is needed, which then is missing by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import tvm
+from pydantic import ValidationError
+
+from tests.e2e.conftest import TUNERY
+from tests.samples import make_key
+from tests.workers.conftest import Compiled
+from tests.workers.devices.nvml import Gpu, Recorded
+from tests.workers.devices.recordings import H100
+from tests.workers.models import conv_bn_relu, save
+from tuning_db.blobs import BlobStore
+from tuning_db.catalog import ModelInfo
+from tuning_db.errors import BuildFailed, DeviceLost
+from tuning_db.jobs import JobSpec, SearchConfig
+from tuning_db.keys import TensorSpec, canonical_json, to_json
+from tuning_db.messages import queue_for
+from tuning_db.store import TuningStore
+from workers.devices import local_gpu
+from workers.devices.identity import gpu_identity_of
+from workers.devices.lane import GpuLane, LocalLane
+from workers.frontend import onnx_model
+from workers.packaging import device_code
+from workers.packaging.on_gpu import PARTS, OnGpu, run_on_gpu
+from workers.packaging.reference import example_inputs
+from workers.packaging.running import LibraryRefused
+from workers.settings import Settings
+from workers.tuning import Attempt
+
+MACHINE = Recorded([Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, slices=())])
+pytestmark = pytest.mark.skipif(tvm.cuda(0).exist, reason="this machine has a GPU: benchmarks/gpu_check.sh")
+
+
+def test_no_gpu_no_worker(tmp_path: Path) -> None:
+    """A worker for a GPU that is not there does not start, and says why; nor for a GPU and boards at once."""
+    command = [TUNERY, "worker", "--data-dir", str(tmp_path), "--gpu", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "no NVIDIA GPU is seen, or its driver is not there" in done.stdout + done.stderr
+    with pytest.raises(ValidationError, match="a worker drives a GPU or boards, not both"):
+        Settings(gpu="0", tracker="127.0.0.1:1", board_key="pi")
+
+
+def test_a_job_for_a_gpu(
+    sqlite_store: TuningStore, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is imported and compiled to machine code of its GPU; the check, in a process of its own, then misses the
+    GPU: DeviceLost, and nothing is published. A CPU's worker refuses the job, whose queue is another.
+
+    Recorded: what NVML says in this process. Faked: that TVM's runtime reaches the GPU.
+    """
+    pytest.importorskip("cuda.bindings.nvrtc", reason='NVRTC is not installed: pip install "tunery[cuda]"')
+    monkeypatch.setitem(sys.modules, "pynvml", MACHINE)
+    monkeypatch.setattr(local_gpu, "require_runtime", lambda _facts: None)
+    lane = GpuLane("0")
+    assert lane.environment() == {"CUDA_VISIBLE_DEVICES": "GPU-1d0d1b8e-0f4e"}
+    device, target = lane.probe()
+    path = save(conv_bn_relu(), tmp_path)
+    key = make_key(
+        inputs=(TensorSpec("x", "float32", (1, 8, 14, 14)),), device=device, target=target, toolchain=lane.toolchain()
+    )
+    digest, size = blobs.put(path)
+    sqlite_store.add_model(ModelInfo(key.model, digest, "onnx", size, onnx_model.inputs_of(conv_bn_relu()), ()))
+    claimed = sqlite_store.claim(sqlite_store.submit(JobSpec(key, SearchConfig(trials=8, seconds=9))).job.id, "worker")
+    assert claimed is not None
+    claim, _ = claimed
+    attempt = Attempt(Settings(data_dir=tmp_path, gpu="0"), sqlite_store, blobs, claim, tmp_path)
+    with pytest.raises(DeviceLost, match="no NVIDIA GPU is seen"):
+        attempt.run()
+    [cubin] = device_code.check(tmp_path / "untuned.so", "sm_90")
+    assert len(cubin.kernels) >= 1
+    events = sqlite_store.events(claim.job_id)
+    stages = [event.data["stage"] for event in events if event.type == "stage"]
+    assert stages == ["import", "graph", "build", "check"]
+    assert any("nothing is searched for GPUs" in str(event.data) for event in events if event.type == "warning")
+    attempt.lane = LocalLane()
+    assert queue_for(device.name) != queue_for(attempt.lane.probe()[0].name)
+    with pytest.raises(BuildFailed, match="not what the job was submitted for: device"):
+        attempt.run()
+    with pytest.raises(local_gpu.UnusableDevice, match=r"arch sm_90 instead of sm_87.*driver"):
+        local_gpu.expect(replace(device, arch="sm_87", driver="570.1"))
+
+
+def test_times_of_a_gpu(conv: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library answers every example, and its computation and its copies are timed apart, in turns with the engines.
+
+    Faked: the GPU. The library is one for this machine's CPU, which is what TVM is asked for in the GPU's place.
+    """
+    monkeypatch.setattr(local_gpu, "load_runtime", lambda: None)
+    monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
+    monkeypatch.setattr(device_code, "check", lambda _path, _arch: ())
+    monkeypatch.setattr(tvm, "cuda", tvm.cpu)
+    examples = [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)]
+    gpu = OnGpu(json.loads(canonical_json(to_json(gpu_identity_of(H100)))))
+    ran = run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [[x] for x in examples], 3, 1e-4, {"engine": lambda: None})
+    session = onnxruntime.InferenceSession(str(conv.reference), providers=["CPUExecutionProvider"])
+    for x, [got] in zip(examples, ran.outputs["untuned"], strict=True):
+        assert np.allclose(got, session.run(None, {"x": x})[0], atol=1e-4)
+    assert {name: len(samples) for name, samples in ran.samples_s.items()} == {"engine": 3, "untuned": 3}
+    assert {part: len(samples) for part, samples in ran.parts_s["untuned"].items()} == dict.fromkeys(PARTS, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
+    with pytest.raises(LibraryRefused, match=r"the untuned library: .* holds no GPU kernel"):
+        run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [], 3, 1e-4, {})
