@@ -86,6 +86,15 @@ WinogradOption = Annotated[
         help="Convolutions may be computed by Winograd's algorithm where it measures faster; it rounds otherwise.",
     ),
 ]
+FastMathOption = Annotated[
+    bool,
+    typer.Option(
+        "--fast-math", help="Quotients may be products with reciprocals, sums fused with products, zeros without sign."
+    ),
+]
+ReassociationOption = Annotated[
+    bool, typer.Option("--reassociation", help="Sums and products may be computed in any order; rounds otherwise.")
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="A name that `tunery devices` lists.")]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", envvar="TUNERY_DATA_DIR", help="Where everything is kept.")]
 OutputOption = Annotated[
@@ -230,6 +239,8 @@ def submit(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The search's random seed.")] = None,
     winograd: WinogradOption = True,
+    fast_math: FastMathOption = False,
+    reassociation: ReassociationOption = False,
     int8: Int8Options = NO_INT8,
     min_sqnr_db: Annotated[
         float | None,
@@ -250,6 +261,8 @@ def submit(
     if output is not None and not wait:
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
     quantization = int8.quantization(min_sqnr_db=min_sqnr_db)
+    options = {} if winograd else {"winograd": False}
+    options |= {name: True for name, on in (("fast_math", fast_math), ("reassociation", reassociation)) if on}
     _make(output)
     with _exit_codes(), Tunery(url) as client:
         common, shapes = _inputs(inputs)
@@ -258,7 +271,7 @@ def submit(
             "device": device,
             "search": search or None,
             "quantization": quantization,
-            "options": None if winograd else {"winograd": False},
+            "options": options or None,
         }
         file = _model(model)
         handles = client.submit_shapes(file, shapes, **wanted) if shapes else [client.submit(file, **wanted)]
@@ -309,6 +322,8 @@ def key(
     inputs: InputOption = None,
     device: DeviceOption = None,
     winograd: WinogradOption = True,
+    fast_math: FastMathOption = False,
+    reassociation: ReassociationOption = False,
     int8: Int8Options = NO_INT8,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
@@ -325,6 +340,8 @@ def key(
             device=device,
             quantization=quantization or "none",
             winograd=winograd,
+            fast_math=fast_math,
+            reassociation=reassociation,
         )
         if as_json:
             _print_json({"artifacts": manifests} if shapes else manifests[0])

@@ -231,7 +231,8 @@ class Tunery:
         """Ask for a tuned library. `model` is a file, which is uploaded first, or the digest of an uploaded one.
 
         `search` may hold `tuner` ("auto", "autotvm", "ansor" or "none"), `trials` (0 measures nothing), `seconds` and
-        `seed`, `options` the members `fast_math` and `winograd`; what is left out has the service's default.
+        `seed`, `options` the members `fast_math`, `reassociation` and `winograd`; what is left out has the service's
+        default.
         `quantization` is ``{"scheme": "int8", "calibration": …}`` with samples as `upload_calibration` takes them, or
         the digest of uploaded ones; and as members, if need be, `mode` ("static" or "dynamic"), `method` ("minmax",
         "entropy" or "percentile"), `percentile`, `per_channel`, `exclude` (names of nodes) and `min_sqnr_db`, below
@@ -310,6 +311,7 @@ class Tunery:
         quantization: str | Mapping[str, Any] = "none",
         fast_math: bool = False,
         winograd: bool = True,
+        reassociation: bool = False,
     ) -> dict[str, Any]:
         """The manifest of the library that answers this, or CacheMissError, which says what is nearest.
 
@@ -323,6 +325,7 @@ class Tunery:
             quantization=quantization,
             fast_math=fast_math,
             winograd=winograd,
+            reassociation=reassociation,
         )[0]
 
     def find_shapes(
@@ -335,6 +338,7 @@ class Tunery:
         quantization: str | Mapping[str, Any] = "none",
         fast_math: bool = False,
         winograd: bool = True,
+        reassociation: bool = False,
     ) -> list[dict[str, Any]]:
         """As `find`, for what `submit_shapes` asked for. CacheMissError for the first shape that is not there."""
         if not isinstance(quantization, str):
@@ -352,6 +356,7 @@ class Tunery:
             "quantization": quantization,
             "fast_math": fast_math,
             "winograd": winograd,
+            "reassociation": reassociation,
         }
         if device is not None:
             common["device"] = device

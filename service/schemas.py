@@ -79,13 +79,16 @@ class SearchIn(Inward):
 
 
 class OptionsIn(Inward):
-    fast_math: bool = False
+    fast_math: bool = Field(
+        False, description="quotients may be products with reciprocals, sums fused with products, zeros without sign"
+    )
     winograd: bool = Field(
         True, description="convolutions may be computed by Winograd's algorithm where it measures faster"
     )
+    reassociation: bool = Field(False, description="sums and products may be computed in any order")
 
     def to_options(self) -> BuildOptions:
-        return BuildOptions(fast_math=self.fast_math, winograd=self.winograd)
+        return BuildOptions(fast_math=self.fast_math, winograd=self.winograd, reassociation=self.reassociation)
 
 
 class DeviceIn(Inward):
@@ -159,11 +162,6 @@ class TargetSpecIn(Inward):
                 'quantization.scheme "fp16" is not available in this version; use "int8" or "none"',
                 field="quantization.scheme",
             )
-        if self.options.fast_math:
-            raise UnsupportedOption(
-                "options.fast_math is not available in this version; leave it out or give false",
-                field="options.fast_math",
-            )
 
 
 class JobIn(TargetSpecIn):
@@ -196,6 +194,7 @@ class ArtifactQuery(BaseModel):
     ] = "none"
     fast_math: bool = False
     winograd: bool = True
+    reassociation: bool = False
 
 
 class PortOut(BaseModel):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Self, TypeAlias
 
 from tuning_db.errors import InvalidRequest
@@ -54,7 +54,7 @@ def sha256_json(value: Json) -> str:
 
 def to_json(value: Any) -> Json:
     """A frozen dataclass of this module as plain JSON; tuples become lists."""
-    if isinstance(value, QuantizationConfig):
+    if isinstance(value, QuantizationConfig | BuildOptions):
         return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
@@ -230,12 +230,21 @@ def _senseless(name: str, why: str) -> InvalidRequest:
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """Options that change code."""
+    """Options that change code. The JSON leaves out `reassociation` where it is not asked for: older keys lack it."""
 
+    #: Quotients may be products with reciprocals, products and sums fused, and zeros lose their sign.
     fast_math: bool = False
     opt_level: int = 3
     #: Convolutions may be computed by Winograd's algorithm where it measures faster; changes rounding.
     winograd: bool = True
+    #: Sums and products may be computed in any order.
+    reassociation: bool = False
+
+    def to_json(self) -> dict[str, Json]:
+        values: dict[str, Json] = dict(asdict(self))
+        if not self.reassociation:
+            del values["reassociation"]
+        return values
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -307,7 +316,11 @@ class ArtifactKey:
 
     def diff(self, stored: ArtifactKey) -> tuple[FieldDifference, ...]:
         """Every field in which `stored` differs from this key, in the order of the fields; empty if equal."""
-        return tuple(_differences("", self.to_json(), stored.to_json()))
+        return tuple(_differences("", self._compared(), stored._compared()))
+
+    def _compared(self) -> dict[str, Json]:
+        """The JSON with every option: a difference tells both values."""
+        return {**self.to_json(), "options": dict(asdict(self.options))}
 
     def record_scope(self) -> RecordScope:
         return RecordScope(self.device, self.target, self.toolchain, self.options)

@@ -228,12 +228,14 @@ class Attempt:
         import tvm
 
         from workers.devices.local_cpu import cpu_of
+        from workers.devices.targets import with_options
         from workers.graph import pipeline
         from workers.graph.operators import Model
         from workers.packaging import library
         from workers.search.records import Records
 
-        target = tvm.target.Target(json.loads(self.key.target))
+        target_json = with_options(self.key.target, self.key.options)
+        target = tvm.target.Target(json.loads(target_json))
         cpu = cpu_of(self.key.device)
         with target, pipeline.pass_context(self.key.options.opt_level):
             simplified = pipeline.simplify()(imported.module)
@@ -247,7 +249,7 @@ class Attempt:
 
         search = self.job.spec.search
         self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
-        outcome = self._search(server, cpu, operators, records)
+        outcome = self._search(server, target_json, cpu, operators, records)
         self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
         for label, choices in outcome.candidates():
             path = self.scratch / f"{label}.so"
@@ -318,7 +320,9 @@ class Attempt:
         told |= {"min_sqnr_db": wanted_db, "report": report}
         return Quantized(target, folder / SOURCE, calibration, told)
 
-    def _search(self, server: ForkServer, cpu: Cpu, operators: Sequence[Operator], records: Records) -> SearchOutcome:
+    def _search(
+        self, server: ForkServer, target: str, cpu: Cpu, operators: Sequence[Operator], records: Records
+    ) -> SearchOutcome:
         """Search, or go by what is known already, and say how each operator is to be compiled."""
         from workers.devices.local_cpu import host_cores
         from workers.devices.roof import caches
@@ -329,13 +333,13 @@ class Attempt:
         search = self.job.spec.search
         before = self.job.trials_measured
         searched_s, failures = self._searched_before()
-        with LocalBuilder(server, self.key.target, workers=host_cores()) as builder:
+        with LocalBuilder(server, target, workers=host_cores()) as builder:
             runner = self.lane.runner(
                 server, self.key.device, lambda message: self.report("warning", {"message": message})
             )
             scheduler = Scheduler(
                 server=server,
-                target=self.key.target,
+                target=target,
                 cpu=cpu,
                 templates=TEMPLATES,
                 builder=builder,

@@ -35,7 +35,7 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
             raise InvalidRequest(f"input {shorten(spec.name, 80)!r} is given twice", field="input")
         inputs[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape)}
     quantization = _quantization_of(query.quantization)
-    options = BuildOptions(fast_math=query.fast_math, winograd=query.winograd)
+    options = BuildOptions(fast_math=query.fast_math, winograd=query.winograd, reassociation=query.reassociation)
     key = key_for(model, device, inputs, quantization, options)
     artifact = services.store.find_artifact(key)
     try:

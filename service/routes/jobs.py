@@ -245,6 +245,8 @@ def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:
     quantization = {name: value for name, value in spelled["quantization"].items() if value is not None}
     if spelled["shapes"] is None:
         del spelled["shapes"]
+    if not spelled["options"]["reassociation"]:
+        del spelled["options"]["reassociation"]
     return {**spelled, "quantization": quantization}
 
 

@@ -70,6 +70,7 @@ def test_manifest_by_key_and_by_query(service: Service, model: str, artifact: Ar
         ({"quantization": "fp16"}, "quantization.scheme", "fp16", "none"),
         ({"fast_math": "true"}, "options.fast_math", True, False),
         ({"winograd": "false"}, "options.winograd", False, True),
+        ({"reassociation": "true"}, "options.reassociation", True, False),
     ],
 )
 def test_miss_names_the_field(

@@ -151,6 +151,9 @@ def test_without_winograd(service: Service, model: str, batch: int) -> None:
     assert miss.exit_code == CACHE_MISS
     assert "options.winograd" in miss.stderr
     service.finish(forbidden["id"], b"not by Winograd")
+    faster = answer_of(tunery(service, *asked, "--fast-math", "--reassociation"))
+    assert faster["spec"]["options"] == {"fast_math": True, "opt_level": 3, "reassociation": True, "winograd": True}
+    assert faster["key"] != allowed["key"]
     for option, job in (("--winograd", allowed), ("--no-winograd", forbidden)):
         found = tunery(service, "key", model, "--input", f"x={batch},4", option)
         assert found.stdout.strip() == job["key"]

@@ -108,7 +108,7 @@ def test_the_walk_sees_every_field() -> None:
         "toolchain.tvm", "toolchain.tvm_ffi", "toolchain.llvm", "toolchain.pipeline", "toolchain.cuda",
         "quantization.scheme", "quantization.calibration", "quantization.method", "quantization.exclude",
         "quantization.mode", "quantization.percentile", "quantization.per_channel",
-        "options.fast_math", "options.opt_level", "options.winograd",
+        "options.fast_math", "options.opt_level", "options.winograd", "options.reassociation",
     }  # fmt: skip
 
 

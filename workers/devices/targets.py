@@ -9,10 +9,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tuning_db.keys import DeviceIdentity, canonical_json
+from tuning_db.keys import BuildOptions, DeviceIdentity, canonical_json
 from workers.devices.identity import AARCH64_FEATURES, X86_FEATURES, UnusableDevice
 from workers.linker import arch_of, triple_of
 
+#: LLVM's fast-math flags behind each option. Neither has `nnan` or `ninf`, with which a compiler takes NaN and
+#: infinities to be impossible: models mask by infinities, and a NaN that becomes a number hides a fault.
+_FLAGS: Final = {
+    "fast_math": ("fast-math-arcp", "fast-math-contract", "fast-math-nsz"),
+    "reassociation": ("fast-math-nsz", "fast-math-reassoc"),
+}
 #: What every GPU since compute capability 5.0 grants a block without being asked (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"): MetaSchedule refuses a target that does not tell.
 _CUDA_LIMITS: Final = {
@@ -49,6 +55,16 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
     if hidden:
         raise UnusableDevice(f"LLVM would use {', '.join(sorted(hidden))}, which this CPU does not report")
     return canonical_json(base).decode()
+
+
+def with_options(target_json: str, options: BuildOptions) -> str:
+    """The target that everything of a job is compiled for, candidates and libraries alike: the device's, with the
+    flags of what the options allow. That of a GPU stays as it is: LLVM does not compile its kernels."""
+    target = json.loads(target_json)
+    if target["kind"] != "llvm":
+        return target_json
+    flags = {flag: True for option, flags in _FLAGS.items() if getattr(options, option) for flag in flags}
+    return canonical_json(target | flags).decode()
 
 
 def beyond(target_json: str, identity: DeviceIdentity) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 LLVM turns each of them into one library call for every element, which also keeps the loop around it from being
 vectorised. Here each becomes additions, multiplications, one division at most, and integer shifts: no branch, no table,
 so that a vectorised loop stays one. IEEE semantics are kept: NaN gives NaN, ±0, ±inf, overflow and gradual underflow
-are right, fast-math is not assumed.
+are right, fast-math is not assumed, and sums that LLVM may reorder do no harm (`options.reassociation`).
 
 Method: Cody and Waite, "Software Manual for the Elementary Functions" (1980), in the branch-free form of Moshier's
 Cephes library, Eigen and MLAS: range reduction by a magic number and a split ln 2, a polynomial or rational
@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -215,22 +216,24 @@ def _exp_reduced(x: Any, *, two_factors: bool) -> Any:
     rounder = _ROUNDER + (2 * _BIAS if two_factors else _BIAS)
 
     def with_rounded(rounded: Any) -> Any:
-        return _let("n", rounded - _f32(rounder), lambda n: with_remainder(rounded, n))
+        # Taken from the bits, not converted: a NaN has no integer, and its conversion would be undefined.
+        return _let("b", tirx.reinterpret("int32", rounded), with_bits, "int32")
 
-    def with_remainder(rounded: Any, n: Any) -> Any:
+    def with_bits(bits: Any) -> Any:
+        # The rounder is taken away as an integer: where sums may be reordered, a compiler that subtracts the number
+        # that has just been added rounds nothing.
+        n = tirx.Cast("float32", bits - _i32(int(np.float32(rounder).view(np.int32))))
+        return _let("n", n, lambda n: with_remainder(bits, n))
+
+    def with_remainder(bits: Any, n: Any) -> Any:
         remainder = x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW)
-        return _let("r", remainder, lambda r: scale(rounded, _polynomial(r, (1.0, 1.0, *_EXP))))
+        return _let("r", remainder, lambda r: scale(bits, _polynomial(r, (1.0, 1.0, *_EXP))))
 
-    def scale(rounded: Any, power: Any) -> Any:
-        # Taken from the bits, not converted: a NaN has no integer, and its conversion would be undefined. The shift
-        # to the exponent's place pushes the rounder's own bits out.
-        bits = tirx.reinterpret("int32", rounded)
+    def scale(bits: Any, power: Any) -> Any:
+        # The shift to the exponent's place pushes the rounder's own bits out.
         if not two_factors:
             return power * _at_exponent(bits)
-        return _let("b", bits, lambda b: _let("h", b >> _i32(1), lambda h: halves(power, b, h), "int32"), "int32")
-
-    def halves(power: Any, bits: Any, half: Any) -> Any:
-        return power * _at_exponent(half) * _at_exponent(bits - half)
+        return _let("h", bits >> _i32(1), lambda h: power * _at_exponent(h) * _at_exponent(bits - h), "int32")
 
     return _let("k", x * _f32(1.0 / math.log(2.0)) + _f32(rounder), with_rounded)
 

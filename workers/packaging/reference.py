@@ -25,6 +25,7 @@ from tuning_db.errors import DeviceLost
 from tuning_db.keys import Json, TensorSpec, to_json
 from workers.frontend.operators import QUANTIZED
 from workers.packaging import baselines
+from workers.packaging.denormals import denormal_mode
 from workers.packaging.on_board import OnBoard, run_on_board
 from workers.packaging.on_gpu import OnGpu, run_on_gpu
 from workers.packaging.running import LibraryRefused, Ran, load_library, outputs_of, set_threads, time_in_turns
@@ -259,11 +260,14 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
     outputs = {}
     timed = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
     callers: dict[str, Callable[[], object]] = {"onnxruntime": timed}
+    mode = denormal_mode()
     for label, path in comparison.libraries.items():
         function = load_library(path)
         arguments = [[tvm.runtime.tensor(example[spec.name]) for spec in comparison.inputs] for example in examples]
         outputs[label] = [outputs_of(function(*each)) for each in arguments]
         callers[label] = partial(function, *arguments[0])
+        if denormal_mode() != mode:
+            raise LibraryRefused(f"the {label} library changes how the process that loads it treats denormal numbers")
     if baselines.available()["openvino"] is not None:
         try:
             callers["openvino"] = baselines.baseline(
