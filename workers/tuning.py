@@ -282,7 +282,7 @@ class Attempt:
             "kernels": sum(len(cubin.kernels) for cubin in cubins),
             "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
         }
-        outcome = SearchOutcome({}, {}, 0, 0, 0.0, "none")
+        outcome = SearchOutcome({}, {}, 0, 0, 0.0, "none", {})
         return Made({"untuned": str(path)}, {str(path): told}, outcome, host_cores())
 
     def _quantize(self, model: Path) -> Quantized:
