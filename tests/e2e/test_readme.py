@@ -155,6 +155,15 @@ def test_int8(up: Service, folder: Path) -> None:
     assert any(row[0].startswith("SQNR of") for row in rows)
 
 
+def test_several_shapes(up: Service, folder: Path) -> None:
+    """Each shape's library lies in a folder named by its key."""
+    script = smaller(f"{model_line()}\n" + "\n".join(blocks("In several shapes", "sh")), up.url)
+    run_shell(f"export TUNERY_URL={up.url}\n{script}", folder)
+    manifests = [json.loads(path.read_text()) for path in (folder / "libraries").glob("*/manifest.json")]
+    assert sorted(manifest["inputs"][0]["shape"][0] for manifest in manifests) == [1, 8]
+    assert {manifest["key"] for manifest in manifests} == {path.name for path in (folder / "libraries").iterdir()}
+
+
 def test_an_altered_byte_is_never_served(up: Service, folder: Path) -> None:
     """A library damaged on disk becomes a miss, and asking again builds it from its records."""
     key = json.loads((folder / "job.json").read_text())["key"]
@@ -190,7 +199,8 @@ def test_every_command_of_the_readme_is_covered() -> None:
     """A command block that no test above runs would be found here."""
     covered = [
         *blocks("See it work", "sh"), *blocks("Run the tests", "sh"), *blocks("Use it", "sh"),
-        *blocks("From curl", "sh"), *blocks("From CI", "sh"), *blocks("In 8-bit integers", "sh"),
+        *blocks("From curl", "sh"), *blocks("From CI", "sh"), *blocks("In several shapes", "sh"),
+        *blocks("In 8-bit integers", "sh"),
     ]  # fmt: skip
     assert re.findall(r"(?ms)^```sh\n(.*?)^```", README) == covered
     assert blocks("Run the tests", "sh") == ["make test\n"]  # what is running now
