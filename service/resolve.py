@@ -10,7 +10,7 @@ from service.schemas import DeviceIn
 from tuning_db.blobs import BlobStore
 from tuning_db.calibration import FIELD, CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo
-from tuning_db.errors import BlobCorrupt, CacheMiss, NotFound, UnknownDevice
+from tuning_db.errors import BlobCorrupt, CacheMiss, NotFound, UnknownDevice, UnsupportedOption
 from tuning_db.keys import ArtifactKey, BuildOptions, QuantizationConfig, is_sha256
 from tuning_db.store import TuningStore
 
@@ -59,6 +59,22 @@ def known_device(store: TuningStore, wanted: str | DeviceIn | None) -> Device:
     else:
         message = f"{said}: no such device has reported itself; known are: {', '.join(names)}"
     raise UnknownDevice(message, candidates=names)
+
+
+def refuse_on(device: Device, quantization: QuantizationConfig, options: BuildOptions) -> None:
+    """Raises UnsupportedOption for what is made for other devices, but not for this kind of them."""
+    if device.identity.kind != "cuda":
+        return
+    if quantization.scheme == "int8":
+        raise UnsupportedOption(
+            'quantization.scheme "int8" is not available on GPUs in this version; use "none"',
+            field="quantization.scheme",
+        )
+    if options.reassociation:
+        raise UnsupportedOption(
+            "options.reassociation has no meaning on GPUs, whose compiler does not know it; leave it out",
+            field="options.reassociation",
+        )
 
 
 def key_for(

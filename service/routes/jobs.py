@@ -17,7 +17,15 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from service.problems import LocatedNotFound, invalid_request_of, shorten
-from service.resolve import artifact_of, check_library, key_for, known_calibration, known_device, known_model
+from service.resolve import (
+    artifact_of,
+    check_library,
+    key_for,
+    known_calibration,
+    known_device,
+    known_model,
+    refuse_on,
+)
 from service.routes.models import FILE_PARTS, keep_model
 from service.schemas import Inward, JobIn, JobList, JobOut, JobPage, JobsQuery, TargetSpecIn
 from service.services import Services, ServicesDep
@@ -195,6 +203,7 @@ def _resolve(
     """What each job is to do, the calibration data of all, and the positions of those whose library is not stored."""
     device = known_device(services.store, wanted.device)
     quantization, options = wanted.quantization.to_config(), wanted.options.to_options()
+    refuse_on(device, quantization, options)
     specs: list[JobSpec] = []
     unknown: list[int] = []
     calibration = None

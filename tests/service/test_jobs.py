@@ -309,6 +309,25 @@ def test_devices_by_name_and_attributes(own_service: Callable[..., Any]) -> None
         assert [job["id"] for job in listed] == [chosen.json()["id"]]
 
 
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"quantization": {"scheme": "int8", "mode": "dynamic"}}, "quantization.scheme"),
+        ({"options": {"reassociation": True}}, "options.reassociation"),
+    ],
+)
+def test_what_is_not_made_for_gpus(own_service: Callable[..., Any], wish: dict[str, Any], field: str) -> None:
+    """A wish that no GPU's worker fulfils is refused at the submission, and is no job."""
+    with own_service() as service:
+        gpu = DeviceIdentity("cuda", "NVIDIA", "H100", "sm_90", (), 132)
+        service.store.report_device("worker-2", gpu, TARGET, TOOLCHAIN)
+        model = service.upload(relu_model())
+        answer = service.submit(model, 2, device=gpu.name, **wish)
+        assert (answer.status_code, answer.json()["field"]) == (422, field)
+        assert service.submit(model, 2, device=DEVICE.name, **wish).status_code == 201
+        assert len(service.store.jobs()) == 1
+
+
 def test_device_shows_its_roof(own_service: Callable[..., Any]) -> None:
     """A device's roof and its slots' health are null until somebody has measured them, and then stand in the list and
     by name."""
