@@ -103,10 +103,11 @@ def test_fp16_halves_the_weights(client: Tunery, tmp_path: Path) -> None:
     samples = np.random.default_rng(0).standard_normal((2, 1, 8, 14, 14)).astype(np.float32)
     np.savez(tmp_path / "samples.npz", x0=samples)
     wanted = {"scheme": "fp16", "exclude": ["stem"], "calibration": tmp_path / "samples.npz"}
-    job = client.submit(path, search={"tuner": "none"}, quantization=wanted)
+    job = client.submit(path, search={"trials": 8, "seconds": 60}, quantization=wanted)
     job.wait(240)
     fetched = client.fetch(job.key, tmp_path / "library")
     manifest = fetched.manifest
+    assert (manifest["search"]["trials_measured"], manifest["search"]["failed_trials"]) == (8, 0)
     assert manifest["variant"] == "tuned"
     assert manifest["graph"]["weights"] == {"float16": 1, "float32": 1}
     assert 2 * 3136 * 128 < fetched.library.stat().st_size < 3 * 3136 * 128

@@ -34,7 +34,7 @@ from workers.graph.computations import (
     pack_weights,
 )  # fmt: skip
 from workers.graph.folding import channel_vector, fold_affine, merge_affine, shifted
-from workers.graph.half import is_half, rounded
+from workers.graph.half import is_half
 from workers.graph.integer import IntegerConvolution, IntegerDense
 from workers.graph.integer_nodes import FEW_CHANNELS, IntegerNodes, integer_convolution, integer_dense
 from workers.graph.integer_nodes import Integers as _Integers
@@ -654,14 +654,14 @@ class _Emission:
 
     def _depthwise(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
         pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
         fused, others = self._fuse(group, data.slots, shape, shift, steps, operands)
-        weight, kind = self._stored(node, _array(node.arguments[1]) * scale.reshape(-1, 1, 1, 1))
+        weight = _array(node.arguments[1]) * scale.reshape(-1, 1, 1, 1)
         pool = Pooling(
             "depthwise", shape[0], data.slots.blocks, *data.size, self._graph.block, _window(node), False, pre, fused,
             data.dtype, weight_dtype=kind,
         )  # fmt: skip
-        packed = data.slots.fill(weight[:, 0])
+        packed = data.slots.fill(weight[:, 0].astype("float32"))
         variable = self._call(pool, [data.variable], weight=packed, others=[*before, *others])
         return _Blocked(variable, data.slots, shape)
 
@@ -678,8 +678,8 @@ class _Emission:
         pre, data, before = Fused(), None, list[Any]()
         if groups > 1 or channels > FEW_CHANNELS or self._graph._is_blocked(source):
             pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
-        weight, kind = self._stored(node, weight * scale.reshape(-1, 1, 1, 1))
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
+        weight = (weight * scale.reshape(-1, 1, 1, 1)).astype("float32")
         aligned = groups > 1 and (channels // groups) % block == 0 and (shape[1] // groups) % block == 0
         out = self._wanted_slots(operands, shape)
         if groups == 1 or (aligned and data is not None and data.slots.is_in_order):
@@ -719,15 +719,14 @@ class _Emission:
         outputs, length = weight.shape
         slots = Slots.in_order(outputs, block)
         rows = math.prod(node.shape[:-1])
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, outputs)
+        kind, scale, shift, steps, operands = self._folded(group, node, outputs)
         if shift is not None:
             steps = [Step("add", (VALUE, ("input", len(operands)))), *shifted(steps)]
             operands = [*operands, shift]
         fused, inputs = self._fuse_rows(steps, operands, slots, rows)
-        scaled, kind = self._stored(node, weight * scale.reshape(-1, 1))
         dense = Dense(rows, length, outputs, block, fused, kind)
         data = self._rows_of(node.arguments[0], rows)
-        arranged = slots.fill(scaled)[:, :, None, None]
+        arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
         result = self._call(dense, [data], weight=arranged, others=inputs)
         return self._reshaped(result, (rows, outputs), shape)
 
@@ -781,10 +780,9 @@ class _Emission:
         _, data, _ = self._prologue(node)
         phases = _pair(node.attributes.strides)
         window, start = _window_of_transposed(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
         weight = _array(node.arguments[1]).astype("float64").transpose(1, 0, 2, 3)
-        weight, kind = self._stored(node, weight * scale.reshape(-1, 1, 1, 1))
-        weight = _by_phases(weight, phases)
+        weight = _by_phases(weight * scale.reshape(-1, 1, 1, 1), phases).astype("float32")
         out = Slots.in_order(shape[1], block)
         count = math.prod(phases)
         # Channels that fill up their blocks are kept together: vectors are then spread whole.
@@ -818,14 +816,14 @@ class _Emission:
             variable = self._call(move, [variable])
         return _Blocked(variable, out, shape)
 
-    def _stored(self, node: _Node, weight: Array) -> tuple[Array, str]:
-        """Weights as float32, with what was folded into them, and the type in which the library is to keep them: that
-        loses nothing. What is multiplied to numbers of float16 is rounded once more."""
+    def _folded(
+        self, group: _Group, node: _Node, channels: int
+    ) -> tuple[str, Array, Array | None, list[Step], list[Any]]:
+        """The type that the weights are stored in, and then as `fold_affine`. Nothing is multiplied to numbers of
+        float16, which would have to be rounded once more."""
         if self._graph.half and is_half(_array(node.arguments[1])):
-            half, _ = rounded(weight)
-            if half is not None:
-                return half.astype("float32"), "float16"
-        return weight.astype("float32"), "float32"
+            return "float16", np.ones(channels), None, *merge_affine(group.steps, group.operands, channels)
+        return "float32", *fold_affine(group.steps, group.operands, channels)
 
     # What is fused
 
