@@ -91,6 +91,7 @@ def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
         onnx_model.check_operators(model, folded=True)
         name_nodes(model)
         if request.recipe.scheme == "fp16":
+            steps.begin("rounding weights to fp16", count)
             halved, weights = halve(model, request.recipe.exclude, target)
             found: dict[str, Json] = {"samples": 0, "outputs": [], "layers": []}
             if samples is not None:
