@@ -109,10 +109,14 @@ DEFAULT_DATA_DIR: Final = Path(".tunery")
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Options:
-    """What `submit` and `key` both take about 8-bit integers, each field an option of theirs."""
+class QuantizationOptions:
+    """What `submit` and `key` both take about how numbers are represented, each field an option of theirs."""
 
     int8: Annotated[bool, typer.Option("--int8", help="Compute in 8-bit integers, as the options below say.")] = False
+    fp16: Annotated[
+        bool,
+        typer.Option("--fp16", help="Keep weights in 16-bit floats, but those of --exclude; GPUs compute in them."),
+    ] = False
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -148,10 +152,12 @@ class Int8Options:
             "min_sqnr_db": min_sqnr_db,
         }
         said = {name: value for name, value in wanted.items() if value is not None}
-        if not self.int8:
+        if self.int8 and self.fp16:
+            raise typer.BadParameter("is one scheme and --int8 another", param_hint="--fp16")
+        if not self.int8 and not self.fp16:
             if said:
                 option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
-                raise typer.BadParameter("has a meaning with --int8 alone", param_hint=option)
+                raise typer.BadParameter("has a meaning with --int8 or --fp16 alone", param_hint=option)
             return None
         if self.calibration is not None and re.fullmatch(r"[0-9a-f]{64}", self.calibration) is None:
             try:
@@ -161,22 +167,22 @@ class Int8Options:
                 raise typer.BadParameter(
                     f"{self.calibration!r} cannot be read: {error.strerror or error}", param_hint="--calibration"
                 ) from None
-        return {"scheme": "int8", **said}
+        return {"scheme": "int8" if self.int8 else "fp16", **said}
 
 
-NO_INT8: Final = Int8Options()
+NOT_QUANTIZED: Final = QuantizationOptions()
 
 
-def _with_int8_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer sees it: in place of its parameter `int8`, the options that are gathered in it."""
-    options = inspect.signature(Int8Options, eval_str=True).parameters
+def _with_quantization_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as typer sees it: in place of its parameter `quantized`, the options that are gathered in it."""
+    options = inspect.signature(QuantizationOptions, eval_str=True).parameters
     parameters = inspect.signature(command, eval_str=True).parameters
-    shown = [p for name, own in parameters.items() for p in (options.values() if name == "int8" else (own,))]
+    shown = [p for name, own in parameters.items() for p in (options.values() if name == "quantized" else (own,))]
 
     @functools.wraps(command)
     def gathered(**given: Any) -> None:
-        int8 = Int8Options(**{name: given.pop(name) for name in options})
-        command(**given, int8=int8)
+        quantized = QuantizationOptions(**{name: given.pop(name) for name in options})
+        command(**given, quantized=quantized)
 
     gathered.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return gathered
@@ -225,7 +231,7 @@ def up(
 
 
 @app.command()
-@_with_int8_options
+@_with_quantization_options
 def submit(
     model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
@@ -241,7 +247,7 @@ def submit(
     winograd: WinogradOption = True,
     fast_math: FastMathOption = False,
     reassociation: ReassociationOption = False,
-    int8: Int8Options = NO_INT8,
+    quantized: QuantizationOptions = NOT_QUANTIZED,
     min_sqnr_db: Annotated[
         float | None,
         typer.Option(help="Publish only what keeps so many decibels of each output on the samples."),
@@ -260,7 +266,7 @@ def submit(
     }
     if output is not None and not wait:
         raise typer.BadParameter("--output needs the job to end; leave --no-wait out", param_hint="--output")
-    quantization = int8.quantization(min_sqnr_db=min_sqnr_db)
+    quantization = quantized.quantization(min_sqnr_db=min_sqnr_db)
     options = {} if winograd else {"winograd": False}
     options |= {name: True for name, on in (("fast_math", fast_math), ("reassociation", reassociation)) if on}
     _make(output)
@@ -316,7 +322,7 @@ def fetch(
 
 
 @app.command()
-@_with_int8_options
+@_with_quantization_options
 def key(
     model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
     inputs: InputOption = None,
@@ -324,13 +330,13 @@ def key(
     winograd: WinogradOption = True,
     fast_math: FastMathOption = False,
     reassociation: ReassociationOption = False,
-    int8: Int8Options = NO_INT8,
+    quantized: QuantizationOptions = NOT_QUANTIZED,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """Print the key of the library that answers this, if there is one; else exit 3 and say what is nearest. Of several
     shapes, the keys in their order, if there are all."""
-    quantization = int8.quantization()
+    quantization = quantized.quantization()
     with _exit_codes(as_json), Tunery(url) as client:
         common, shapes = _inputs(inputs)
         manifests = client.find_shapes(
@@ -366,6 +372,11 @@ def show(
         _print_table(("of", "is"), _facts(manifest))
         report = (manifest.get("quantization") or {}).get("report")
         if report is not None:
+            if kept := (report.get("weights") or {}).get("float32"):
+                _print_table(
+                    ("layer in fp32", "operator", "why"),
+                    [(layer["node"], layer["operator"], layer["reason"]) for layer in kept[:layers]],
+                )
             columns = ("output", "SQNR dB", "cosine", "top-1 agreement")
             figures = [
                 (o["output"], *map(_figure, (o["sqnr_db"], o["cosine"], o["top1_agreement"])))

@@ -236,7 +236,7 @@ class Tunery:
         `quantization` is ``{"scheme": "int8", "calibration": …}`` with samples as `upload_calibration` takes them, or
         the digest of uploaded ones; and as members, if need be, `mode` ("static" or "dynamic"), `method` ("minmax",
         "entropy" or "percentile"), `percentile`, `per_channel`, `exclude` (names of nodes) and `min_sqnr_db`, below
-        which the job fails instead of publishing.
+        which the job fails instead of publishing; or ``{"scheme": "fp16"}``, with `exclude`, `calibration` or both.
         """
         body = {"inputs": _spelled(inputs), "device": device, "search": search, "options": options}
         return JobHandle(self, self._submit(model, body, quantization, idempotency_key))

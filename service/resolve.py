@@ -62,12 +62,18 @@ def known_device(store: TuningStore, wanted: str | DeviceIn | None) -> Device:
 
 
 def refuse_on(device: Device, quantization: QuantizationConfig, options: BuildOptions) -> None:
-    """Raises UnsupportedOption for what is made for other devices, but not for this kind of them."""
-    if device.identity.kind != "cuda":
+    """Raises UnsupportedOption for what is made for other devices, but not for this one or its kind."""
+    identity = device.identity
+    if identity.kind != "cuda":
+        if quantization.scheme == "fp16" and identity.arch == "x86_64" and "f16c" not in identity.features:
+            raise UnsupportedOption(
+                f'quantization.scheme "fp16" needs a CPU with F16C, which {device.name} has not; use "int8" or "none"',
+                field="quantization.scheme",
+            )
         return
     if quantization.scheme == "int8":
         raise UnsupportedOption(
-            'quantization.scheme "int8" is not available on GPUs in this version; use "none"',
+            'quantization.scheme "int8" is not available on GPUs in this version; use "fp16" or "none"',
             field="quantization.scheme",
         )
     if options.reassociation:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import Artifact, Device, ModelInfo, PortSpec, Roof
-from tuning_db.errors import InvalidRequest, UnsupportedOption
+from tuning_db.errors import InvalidRequest
 from tuning_db.jobs import TUNERS, Job, JobState, SearchConfig
 from tuning_db.keys import CALIBRATION_METHODS, MODES, SCHEMES, BuildOptions, QuantizationConfig, to_json
 
@@ -39,7 +39,8 @@ def _choices(known: tuple[str, ...]) -> Any:
 
 class QuantizationIn(Inward):
     """How numbers are represented inside the library. All but the scheme is for int8; what is left out of it has its
-    default: static, calibrated by minmax, a scale for each channel, no node left out."""
+    default: static, calibrated by minmax, a scale for each channel, no node left out. fp16 takes `exclude`, and
+    `calibration`, whose samples tell what it costs."""
 
     scheme: Annotated[str, _choices(SCHEMES)] = "none"
     mode: Annotated[str, _choices(MODES)] | None = None
@@ -154,14 +155,6 @@ class TargetSpecIn(Inward):
             {name: value.model_dump(exclude_none=True) for name, value in (self.inputs | shape).items()}
             for shape in ([{}] if self.shapes is None else self.shapes)
         ]
-
-    def refuse_unsupported(self) -> None:
-        """Raises UnsupportedOption for what can be asked for by key but not yet be made."""
-        if self.quantization.to_config().scheme == "fp16":
-            raise UnsupportedOption(
-                'quantization.scheme "fp16" is not available in this version; use "int8" or "none"',
-                field="quantization.scheme",
-            )
 
 
 class JobIn(TargetSpecIn):

@@ -165,18 +165,21 @@ class QuantizationConfig:
         """
         _one_of("scheme", self.scheme, SCHEMES)
         if self.scheme != "int8":
-            for name in ("mode", "calibration", "method", "percentile", "per_channel", "exclude"):
+            of_both = () if self.scheme == "fp16" else ("calibration", "exclude")
+            for name in ("mode", "method", "percentile", "per_channel", *of_both):
                 if getattr(self, name) not in (None, ()):
                     raise _senseless(
                         name, f"has no meaning with the scheme {self.scheme!r}; leave it out, or ask for 'int8'"
                     )
-            return self
-        mode = self.mode or "static"
-        _one_of("mode", mode, MODES)
         if self.calibration is not None and not is_sha256(self.calibration):
             raise _senseless(
                 "calibration", "is not the digest of calibration data; upload samples with POST /v1/calibrations"
             )
+        exclude = tuple(sorted(set(self.exclude)))
+        if self.scheme != "int8":
+            return replace(self, exclude=exclude)
+        mode = self.mode or "static"
+        _one_of("mode", mode, MODES)
         method, percentile = self.method, self.percentile
         if mode == "static":
             if self.calibration is None:
@@ -203,7 +206,7 @@ class QuantizationConfig:
             method=method,
             percentile=percentile,
             per_channel=True if self.per_channel is None else self.per_channel,
-            exclude=tuple(sorted(set(self.exclude))),
+            exclude=exclude,
         )
 
     def to_json(self) -> dict[str, Json]:

@@ -1,6 +1,6 @@
 """`python -m workers.tuning JOB ATTEMPT PARENT`: one attempt at one job, in a process of its own that may die.
 
-Upload → ONNX with bound shapes, in int8 if the key says so → Relax → tasks → search → library → check and timing in a
+Upload → ONNX with bound shapes, quantized if the key says so → Relax → tasks → search → library → check and timing in a
 fresh process → published. For GPUs there is no search yet: kernels have TVM's default schedules.
 The supervisor that started it owns heartbeats, cancelling and the verdict when this process dies without one.
 """
@@ -116,7 +116,7 @@ class Made:
 class Quantized:
     """What quantization left of a model."""
 
-    model: Path  #: QuantizeLinear and DequantizeLinear around its operators, or integer operators
+    model: Path  #: QuantizeLinear and DequantizeLinear around its operators, or integer operators, or float16 weights
     fp32: Path  #: the same model as the quantizer read it, shapes bound
     calibration: Path | None
     told: dict[str, Json]  #: what the manifest says of it
@@ -152,13 +152,15 @@ class Attempt:
             stored = self.store.model(self.key.model)
             path = self.blobs.path_verified(stored.blob)
             quantized = None
-            if self.key.quantization.scheme == "int8":
+            if self.key.quantization.scheme != "none":
                 quantized = self._quantize(path)
                 path = quantized.model
             self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
             imported = import_onnx(path, self.key.inputs, self.scratch)
             reference = self.scratch / "reference.onnx"
             reference.write_bytes(imported.bound.SerializeToString())
+            if quantized is not None and self.key.quantization.scheme == "fp16":
+                reference = quantized.fp32
 
             self.stage("graph", f"{imported.nodes_before} nodes, {imported.nodes_after} after folding")
             made = make(imported)
@@ -244,7 +246,8 @@ class Attempt:
         libraries = {"untuned": str(untuned)}
         plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
         records = Records(self.store, self.claim, self.key.record_scope())
-        model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot)
+        half = self.key.quantization.scheme == "fp16"
+        model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot, half)
         operators = model.extract(records.adopt)
 
         search = self.job.spec.search
@@ -258,6 +261,7 @@ class Attempt:
         told: dict[str, Json] = {
             "operators": len(operators),
             "quantized_sums": model.integer_sums(),
+            **({"weights": model.weight_types()} if half else {}),
             "kernels_before": plans[str(untuned)].kernels.total(),
         }
         graphs = {path: {**told, **_reported(plan)} for path, plan in plans.items()}
@@ -274,7 +278,8 @@ class Attempt:
             self.report("warning", {"message": "nothing is searched for GPUs: kernels have TVM's default schedules"})
         target = tvm.target.Target(json.loads(self.key.target))
         options = self.key.options
-        module = gpu_library.lower(imported.module, target, half=False, opt_level=options.opt_level)
+        half = self.key.quantization.scheme == "fp16"
+        module = gpu_library.lower(imported.module, target, half=half, keep_float32=half, opt_level=options.opt_level)
         self.stage("build", f"machine code for {self.key.device.arch}")
         path = self.scratch / "untuned.so"
         cubins = gpu_library.compile_library(module, target, path, fast_math=options.fast_math)
@@ -286,7 +291,7 @@ class Attempt:
         return Made({"untuned": str(path)}, {str(path): told}, outcome, host_cores())
 
     def _quantize(self, model: Path) -> Quantized:
-        """The model in int8 as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""
+        """The model as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""
         import onnxruntime
 
         from workers.quantize.request import SOURCE, Recipe, Request, quantize_apart
@@ -314,9 +319,11 @@ class Attempt:
             # Also of a job that ends here: whoever wants to know what to leave out needs it.
             self.report("quantization", report)
         wanted_db = self.job.spec.min_sqnr_db
-        if report is not None and wanted_db is not None and (problem := inaccuracy(report, wanted_db)):
+        if report is not None and wanted_db is not None and (problem := inaccuracy(config.scheme, report, wanted_db)):
             raise AccuracyTooLow(problem)
-        told: dict[str, Json] = {**config.to_json(), "quantizer": f"onnxruntime {onnxruntime.__version__}"}
+        told = config.to_json()
+        if config.scheme == "int8":
+            told["quantizer"] = f"onnxruntime {onnxruntime.__version__}"
         told |= {"min_sqnr_db": wanted_db, "report": report}
         return Quantized(target, folder / SOURCE, calibration, told)
 
@@ -459,7 +466,10 @@ class Attempt:
         spec = self.scratch / "comparison.json"
         if quantized is not None:
             calibration = None if quantized.calibration is None else str(quantized.calibration)
-            comparison = replace(comparison, fp32=str(quantized.fp32), calibration=calibration)
+            scheme = self.key.quantization.scheme
+            # With fp16 the fp32 model is the reference itself.
+            fp32 = str(quantized.fp32) if scheme == "int8" else None
+            comparison = replace(comparison, fp32=fp32, calibration=calibration, scheme=scheme)
         spec.write_text(comparison.to_json())
         for left in reversed(range(1 if board is None else _BOARDS_TRIED)):
             try:
@@ -495,6 +505,8 @@ class Attempt:
         # On a busy machine a library of many short parallel kernels waits for cores in most of its samples, and its
         # median says nothing: what else runs makes a sample longer, never shorter.
         fastest_s = {name: min(samples) for name, samples in verdict["samples_s"].items()}
+        if label == "tuned" and self.key.quantization.scheme == "fp16":
+            return label  # TVM's own lowering keeps all weights in float32: half their bytes is what was asked for
         if label == "tuned" and verdict["checks"]["untuned"]["ok"] and fastest_s["untuned"] < fastest_s["tuned"]:
             return "untuned"
         return label
@@ -532,7 +544,7 @@ def _reported(plan: MemoryPlan) -> dict[str, Json]:
     }
 
 
-def inaccuracy(report: Mapping[str, Any], min_sqnr_db: float) -> str | None:
+def inaccuracy(scheme: str, report: Mapping[str, Any], min_sqnr_db: float) -> str | None:
     """What is wrong with a quantized model of which an output has less than `min_sqnr_db`, and what to do about it;
     None where none has."""
     low = [o for o in report["outputs"] if o["sqnr_db"] is not None and o["sqnr_db"] < min_sqnr_db]
@@ -542,7 +554,7 @@ def inaccuracy(report: Mapping[str, Any], min_sqnr_db: float) -> str | None:
     layers = [layer["node"] for layer in report["layers"][:3]]
     hint = f"; the layers that lose most are {', '.join(map(repr, layers))}: leave some out with quantization.exclude"
     return (
-        f"int8 keeps {worst['sqnr_db']:.1f} dB of output {worst['output']!r} on {report['samples']} samples, "
+        f"{scheme} keeps {worst['sqnr_db']:.1f} dB of output {worst['output']!r} on {report['samples']} samples, "
         f"and quantization.min_sqnr_db is {min_sqnr_db:g}{hint if layers else ''}"
     )
 

@@ -91,7 +91,7 @@ async def submit_job(
             if "spec" not in upload.fields:
                 raise InvalidRequest("the JSON part 'spec' is missing", field="spec")
             wanted = _parse(TargetSpecIn, upload.fields["spec"])
-            wanted.refuse_unsupported()
+            wanted.quantization.to_config()
             wanted.search.to_config()
             wanted.inputs_of_jobs()
             model, _ = await keep_model(services, upload)
@@ -166,7 +166,6 @@ async def _submit(
     services: Services, model: ModelInfo, wanted: TargetSpecIn, idempotency_key: str | None
 ) -> list[Submission]:
     """The submissions, one for each shape, once nothing is wrong with any of them."""
-    wanted.refuse_unsupported()
     specs, calibration, unknown = await run_in_threadpool(_resolve, services, model, wanted)
     if unknown:
         # What was built once needs no second look; a hit costs no process.

@@ -14,6 +14,8 @@ import pytest
 
 from service.client import CacheMissError, Event, JobFailed, RequestRefused, Tunery
 from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
+from tests.workers.graph.nets import Net
+from tests.workers.models import save
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -87,6 +89,41 @@ def test_more_trials_continue_from_the_records(service: Service, client: Tunery,
     # Every trial of the second job is a new row: nothing that was known was measured again.
     assert service.stored_trials() == stored + second.job["trials_measured"]
     assert client.manifest(first.key)["latency_s"] <= before["latency_s"]
+
+
+def test_fp16_halves_the_weights(client: Tunery, tmp_path: Path) -> None:
+    """A library with fp16 has half the bytes of weights, and agrees with the fp32 model within a tolerance of its own;
+    what that costs on samples, and the node that is left out, are told."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 8, 14, 14), 8, 16, (3, 3), pads=[1, 1, 1, 1]))
+    x = net("Flatten", x)
+    model = net.model(net("Gemm", x, net.weights(128, 3136), transB=1))
+    model.graph.node[0].name = "stem"
+    path = save(model, tmp_path)
+    samples = np.random.default_rng(0).standard_normal((2, 1, 8, 14, 14)).astype(np.float32)
+    np.savez(tmp_path / "samples.npz", x0=samples)
+    wanted = {"scheme": "fp16", "exclude": ["stem"], "calibration": tmp_path / "samples.npz"}
+    job = client.submit(path, search={"trials": 8, "seconds": 60}, quantization=wanted)
+    job.wait(240)
+    fetched = client.fetch(job.key, tmp_path / "library")
+    manifest = fetched.manifest
+    assert (manifest["search"]["trials_measured"], manifest["search"]["failed_trials"]) == (8, 0)
+    assert manifest["variant"] == "tuned"
+    assert manifest["graph"]["weights"] == {"float16": 1, "float32": 1}
+    assert 2 * 3136 * 128 < fetched.library.stat().st_size < 3 * 3136 * 128
+    check, report = manifest["check"], manifest["quantization"]["report"]
+    assert (check["ok"], check["tolerance"]["float32"]) == (True, 1e-2)
+    assert 1e-6 < check["max_abs_diff"] < 1e-2
+    assert report["weights"] == {
+        "float16": 1,
+        "float32": [{"node": "stem", "operator": "Conv", "reason": "excluded"}],
+    }
+    assert report["samples"] == 2
+    assert 50 < report["outputs"][0]["sqnr_db"] < 100
+    assert len(report["layers"]) == 1
+    with pytest.raises(CacheMissError) as miss:
+        client.find(path, quantization={**wanted, "exclude": []})
+    assert [d["field"] for d in miss.value.nearest[0]["differences"]] == ["quantization.exclude"]
 
 
 def test_int8_is_calibrated_checked_and_part_of_the_key(client: Tunery, small_model: Path, tmp_path: Path) -> None:

@@ -192,6 +192,10 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     miss = tunery(service, "key", model, "--input", f"x={batch},4", *options[:3])
     assert miss.exit_code == CACHE_MISS
     assert "quantization.percentile" in miss.stderr
+    half = tunery(service, "key", model, "--input", f"x={batch},4", "--fp16", "--exclude", "a")
+    assert half.exit_code == CACHE_MISS
+    assert 'quantization.scheme: wanted "fp16"' in half.stderr
+    assert tunery(service, *asked, "--int8", "--fp16").exit_code == USAGE
     shown = tunery(service, "show", job["key"])
     assert shown.exit_code == 0
     rows = [line.split("\t") for line in shown.stdout.splitlines()]

@@ -328,6 +328,24 @@ def test_what_is_not_made_for_gpus(own_service: Callable[..., Any], wish: dict[s
         assert len(service.store.jobs()) == 1
 
 
+def test_fp16_needs_a_cpu_that_converts_it(own_service: Callable[..., Any]) -> None:
+    """Weights of 16 bits are refused, by the missing feature, on x86 CPUs without F16C; others and GPUs take them."""
+    wish = {"quantization": {"scheme": "fp16"}}
+    able = [
+        DeviceIdentity("cpu", "GenuineIntel", "Xeon", "x86_64", ("avx2", "f16c"), 4),
+        DeviceIdentity("cpu", "ARM", "Neoverse", "aarch64", ("fp",), 4),
+        DeviceIdentity("cuda", "NVIDIA", "H100", "sm_90", (), 132),
+    ]
+    with own_service() as service:
+        model = service.upload(relu_model())
+        refused = service.submit(model, 2, **wish)
+        assert (refused.status_code, refused.json()["field"]) == (422, "quantization.scheme")
+        assert f"needs a CPU with F16C, which {DEVICE.name} has not" in refused.json()["detail"]
+        for number, device in enumerate(able):
+            service.store.report_device(f"worker-{number}", device, TARGET, TOOLCHAIN)
+            assert service.submit(model, 2, device=device.name, **wish).status_code == 201
+
+
 def test_device_shows_its_roof(own_service: Callable[..., Any]) -> None:
     """A device's roof and its slots' health are null until somebody has measured them, and then stand in the list and
     by name."""

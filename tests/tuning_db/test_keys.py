@@ -218,7 +218,9 @@ def test_one_wish_has_one_spelling(wish: dict[str, Any], meant: dict[str, Any]) 
         ({"scheme": "int4"}, "scheme"),
         ({"scheme": "none"}, "calibration"),
         ({"scheme": "none", "calibration": None, "per_channel": False}, "per_channel"),
-        ({"scheme": "fp16", "calibration": None, "exclude": ("a",)}, "exclude"),
+        ({"scheme": "none", "calibration": None, "exclude": ("a",)}, "exclude"),
+        ({"scheme": "fp16", "calibration": "samples"}, "calibration"),
+        ({"scheme": "fp16", "method": "minmax"}, "method"),
         ({"mode": "online"}, "mode"),
         ({"calibration": None}, "calibration"),
         ({"calibration": "AB" * 32}, "calibration"),
@@ -237,6 +239,15 @@ def test_what_has_no_meaning_together(wish: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^quantization.{field} ") as caught:
         QuantizationConfig(**{"scheme": "int8", "calibration": "ab" * 32, **wish}).resolved()
     assert caught.value.field == f"quantization.{field}"
+
+
+def test_fp16() -> None:
+    """Of fp16 the nodes that stay fp32 are in the key, in one order, and the samples that it is judged by."""
+    wishes = [{}, {"exclude": ("b", "a")}, {"exclude": ("a",)}, {"calibration": "ab" * 32}]
+    configs = [QuantizationConfig("fp16", **wish).resolved() for wish in wishes]
+    assert configs[1] == QuantizationConfig("fp16", exclude=("a", "b"))
+    assert len({make_key(quantization=config).digest() for config in (QuantizationConfig(), *configs)}) == 5
+    assert configs[0].to_json() == {"scheme": "fp16", "calibration": None, "method": None, "exclude": []}
 
 
 def test_keys_from_before_int8() -> None:

@@ -29,8 +29,8 @@ def test_a_quantized_model_that_loses_too_much() -> None:
         "outputs": [{"output": name, "sqnr_db": sqnr} for name, sqnr in (("a", 21.0), ("b", 18.25), ("c", None))],
         "layers": [{"node": f"conv{number}"} for number in range(9)],
     }
-    assert inaccuracy(report, 18) is None
-    said = inaccuracy(report, 30)
+    assert inaccuracy("int8", report, 18) is None
+    said = inaccuracy("int8", report, 30)
     assert said is not None
     assert "int8 keeps 18.2 dB of output 'b' on 32 samples, and quantization.min_sqnr_db is 30" in said
     assert "'conv0', 'conv1', 'conv2': leave some out with quantization.exclude" in said

@@ -34,6 +34,7 @@ from workers.graph.computations import (
     pack_weights,
 )  # fmt: skip
 from workers.graph.folding import channel_vector, fold_affine, merge_affine, shifted
+from workers.graph.half import is_half
 from workers.graph.integer import IntegerConvolution, IntegerDense
 from workers.graph.integer_nodes import FEW_CHANNELS, IntegerNodes, integer_convolution, integer_dense
 from workers.graph.integer_nodes import Integers as _Integers
@@ -95,10 +96,12 @@ class _Product:
 class BlockedGraph(IntegerNodes):
     """`main` of a module, read and divided into kernels. `emit` writes it with the kernels that it is given."""
 
-    def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool = False) -> None:
+    def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool = False, half: bool = False) -> None:
         """NotBlockable if `main` is not one dataflow block of static shapes. `signed`: whether products of integers are
-        of data less 128, as `sdot` wants it."""
+        of data less 128, as `sdot` wants it. `half`: whether weights all of which are numbers of float16 are kept so.
+        """
         self.block = block
+        self.half = half
         super().__init__(module, block, signed=signed)
         self._module = module
         self._products: dict[int, _Product] = {}
@@ -533,7 +536,10 @@ class _Emission:
         variant, function_name = self._functions[computation]
         arguments = list(data)
         if weight is not None:
-            arguments.append(relax.const(pack_weights(computation, variant, weight)))
+            packed = pack_weights(computation, variant, weight)
+            if isinstance(computation, Convolution | Dense | Pooling) and computation.weight_dtype == "float16":
+                packed = packed.astype(np.float16)
+            arguments.append(relax.const(packed))
         if table is not None:
             arguments.append(relax.const(table))
         arguments += others
@@ -648,12 +654,12 @@ class _Emission:
 
     def _depthwise(self, group: _Group, node: _Node, shape: tuple[int, ...]) -> _Blocked:
         pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
         fused, others = self._fuse(group, data.slots, shape, shift, steps, operands)
         weight = _array(node.arguments[1]) * scale.reshape(-1, 1, 1, 1)
         pool = Pooling(
             "depthwise", shape[0], data.slots.blocks, *data.size, self._graph.block, _window(node), False, pre, fused,
-            data.dtype,
+            data.dtype, weight_dtype=kind,
         )  # fmt: skip
         packed = data.slots.fill(weight[:, 0].astype("float32"))
         variable = self._call(pool, [data.variable], weight=packed, others=[*before, *others])
@@ -672,7 +678,7 @@ class _Emission:
         pre, data, before = Fused(), None, list[Any]()
         if groups > 1 or channels > FEW_CHANNELS or self._graph._is_blocked(source):
             pre, data, before = self._prologue(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
         weight = (weight * scale.reshape(-1, 1, 1, 1)).astype("float32")
         aligned = groups > 1 and (channels // groups) % block == 0 and (shape[1] // groups) % block == 0
         out = self._wanted_slots(operands, shape)
@@ -685,7 +691,8 @@ class _Emission:
         table = None
         if data is None:
             conv = Convolution(
-                shape[0], 1, *_hw(_shape(source)), out.blocks, block, channels, window, 1, 0, channels, pre, fused
+                shape[0], 1, *_hw(_shape(source)), out.blocks, block, channels, window, 1, 0, channels, pre, fused,
+                weight_dtype=kind,
             )  # fmt: skip
             arranged = out.fill(weight)
             inputs = [self._plain(source)]
@@ -700,6 +707,7 @@ class _Emission:
             conv = Convolution(
                 shape[0], data.slots.blocks, *data.size, out.blocks, block, data.slots.used, window,
                 groups if table is None else 1, 0 if table is None else table.shape[1], 0, pre, fused, data.dtype,
+                kind,
             )  # fmt: skip
         variable = self._call(conv, inputs, weight=arranged, table=table, others=[*before, *others])
         return _Blocked(variable, out, shape)
@@ -711,12 +719,12 @@ class _Emission:
         outputs, length = weight.shape
         slots = Slots.in_order(outputs, block)
         rows = math.prod(node.shape[:-1])
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, outputs)
+        kind, scale, shift, steps, operands = self._folded(group, node, outputs)
         if shift is not None:
             steps = [Step("add", (VALUE, ("input", len(operands)))), *shifted(steps)]
             operands = [*operands, shift]
         fused, inputs = self._fuse_rows(steps, operands, slots, rows)
-        dense = Dense(rows, length, outputs, block, fused)
+        dense = Dense(rows, length, outputs, block, fused, kind)
         data = self._rows_of(node.arguments[0], rows)
         arranged = slots.fill((weight * scale.reshape(-1, 1)).astype("float32"))[:, :, None, None]
         result = self._call(dense, [data], weight=arranged, others=inputs)
@@ -772,7 +780,7 @@ class _Emission:
         _, data, _ = self._prologue(node)
         phases = _pair(node.attributes.strides)
         window, start = _window_of_transposed(node)
-        scale, shift, steps, operands = fold_affine(group.steps, group.operands, shape[1])
+        kind, scale, shift, steps, operands = self._folded(group, node, shape[1])
         weight = _array(node.arguments[1]).astype("float64").transpose(1, 0, 2, 3)
         weight = _by_phases(weight * scale.reshape(-1, 1, 1, 1), phases).astype("float32")
         out = Slots.in_order(shape[1], block)
@@ -796,7 +804,7 @@ class _Emission:
         )
         conv = Convolution(
             shape[0], data.slots.blocks, *data.size, slots.blocks, block, data.slots.used, window, 1, 0, 0,
-            Fused(), fused,
+            Fused(), fused, weight_dtype=kind,
         )  # fmt: skip
         arranged = data.slots.fill(slots.fill(weight), axis=1)
         variable = self._call(conv, [data.variable], weight=arranged, others=others)
@@ -807,6 +815,15 @@ class _Emission:
             )  # fmt: skip
             variable = self._call(move, [variable])
         return _Blocked(variable, out, shape)
+
+    def _folded(
+        self, group: _Group, node: _Node, channels: int
+    ) -> tuple[str, Array, Array | None, list[Step], list[Any]]:
+        """The type that the weights are stored in, and then as `fold_affine`. Nothing is multiplied to numbers of
+        float16, which would have to be rounded once more."""
+        if self._graph.half and is_half(_array(node.arguments[1])):
+            return "float16", np.ones(channels), None, *merge_affine(group.steps, group.operands, channels)
+        return "float32", *fold_affine(group.steps, group.operands, channels)
 
     # What is fused
 

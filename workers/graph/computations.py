@@ -50,6 +50,7 @@ class Convolution(BlockedConvolution):
     prologue: Fused = field(default_factory=Fused)
     epilogue: Fused = field(default_factory=Fused)
     data_dtype: str = "float32"  #: before the prologue
+    weight_dtype: str = "float32"  #: or "float16": products are of float32 all the same
 
     @property
     def unit(self) -> int:
@@ -165,7 +166,8 @@ def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
 
     def product(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
         block, lane = slot(o, ic, ii)
-        term = read(n, block, h * sh + kh * dh, w * sw + kw * dw, lane) * weight[o, ic, kh, kw, ii, v]
+        factor = weight[o, ic, kh, kw, ii, v].astype("float32")
+        term = read(n, block, h * sh + kh * dh, w * sw + kw * dw, lane) * factor
         return te.sum(term, axis=[ic, kh, kw, ii])
 
     total = te.compute((n_, o_, oh_, ow_, v_), product, name="sum")
@@ -174,7 +176,7 @@ def direct(conv: Convolution) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": n_, "o": o_, "h": oh_, "w": ow_, "v": v_, "ic": conv.in_units, "kh": kh_, "kw": kw_, "ii": conv.unit,
         "stride": sw, "staged": int(bool(staged)),
-        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
+        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)), **_weight_bytes(conv),
     }  # fmt: skip
     return function_of([data, weight, *tables, *pre, *post, result], "conv", geometry)
 
@@ -201,7 +203,7 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
 
     def product(n: Any, o: Any, p: Any, v: Any) -> Any:
         block, lane = slot(o, ic, ii)
-        return te.sum(read(n, block, p, lane) * weight[o, ic, 0, 0, ii, v], axis=[ic, ii])
+        return te.sum(read(n, block, p, lane) * weight[o, ic, 0, 0, ii, v].astype("float32"), axis=[ic, ii])
 
     total = te.compute((n_, o_, pixels, v_), product, name="sum")
     finish = conv.epilogue.behind(post)
@@ -213,7 +215,7 @@ def flat(conv: Convolution) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": n_, "o": o_, "h": 1, "w": pixels, "v": v_, "ic": conv.in_units, "kh": 1, "kw": 1, "ii": conv.unit,
         "stride": sw, "staged": int(staged),
-        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)),
+        "others": len(conv.epilogue.inputs), "indirect": int(bool(conv.table)), **_weight_bytes(conv),
     }  # fmt: skip
     function = function_of([data, weight, *tables, *pre, *post, result], "conv", geometry)
     # The graph's tensors have height and width: the flat pixel axis is a matter of this computation alone.
@@ -231,6 +233,8 @@ def winograd_tiles(conv: Convolution) -> tuple[int, ...]:
     plain = window.strides == (1, 1) and window.dilation == (1, 1)
     if not square or not plain or conv.groups > 1 or conv.table or conv.plain_channels or conv.unit != conv.block:
         return ()
+    if conv.weight_dtype != "float32":
+        return ()  # transformed they are as many bytes again, and rounded once more
     _, _, oh, ow, _ = conv.result_shape
     tiles = (2, 4, 6) if window.kernel[0] == 3 else (2, 4)
 
@@ -322,11 +326,16 @@ def winograd_function(conv: Convolution, outputs: int) -> tvm.tirx.PrimFunc:
 
 def _parameters(conv: Convolution, weight_shape: Sequence[int]) -> tuple[Any, Any, list[Any], list[Any], list[Any]]:
     data = te.placeholder(conv.data_shape, conv.data_dtype, name="data")
-    weight = te.placeholder(tuple(weight_shape), name="weight")
+    weight = te.placeholder(tuple(weight_shape), conv.weight_dtype, name="weight")
     tables = [te.placeholder((conv.out_blocks, conv.table), "int32", name="table")] if conv.table else []
     pre = conv.prologue.placeholders("pre")
     post = conv.epilogue.placeholders("post")
     return data, weight, tables, pre, post
+
+
+def _weight_bytes(computation: Convolution | Dense) -> dict[str, int]:
+    """What templates are told of weights that are not float32."""
+    return {"weight_bytes": 2} if computation.weight_dtype == "float16" else {}
 
 
 def _loader(conv: Convolution, data: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -377,6 +386,7 @@ class Pooling:
     epilogue: Fused = field(default_factory=Fused)
     data_dtype: str = "float32"  #: before the prologue
     zero: int = 0
+    weight_dtype: str = "float32"  #: of a depthwise convolution of real numbers, or "float16"
 
     @property
     def read_dtype(self) -> str:
@@ -423,6 +433,7 @@ class Dense:
     outputs: int
     block: int
     epilogue: Fused = field(default_factory=Fused)
+    weight_dtype: str = "float32"  #: or "float16"
 
     @property
     def dtype(self) -> str:
@@ -456,14 +467,14 @@ def dense(computation: Dense) -> tvm.tirx.PrimFunc:
     rows, blocks, block, unit = computation.rows, computation.blocks, computation.block, computation.unit
     units, outputs = computation.length // unit, computation.outputs
     data = te.placeholder((rows, computation.length), name="data")
-    weight = te.placeholder(computation.weight_shape, name="weight")
+    weight = te.placeholder(computation.weight_shape, computation.weight_dtype, name="weight")
     post = computation.epilogue.placeholders("post")
     # Rows of a power of two fall into the same sets of a cache: packed, a tile's numbers lie side by side.
     stage = te.compute((1, units, rows, unit), lambda n, c, p, i: data[p, c * unit + i], name="stage")
     ic, ii = te.reduce_axis((0, units), "ic"), te.reduce_axis((0, unit), "ii")
     total = te.compute(
         (1, blocks, rows, block),
-        lambda n, o, p, v: te.sum(stage[n, ic, p, ii] * weight[o, ic, 0, 0, ii, v], axis=[ic, ii]),
+        lambda n, o, p, v: te.sum(stage[n, ic, p, ii] * weight[o, ic, 0, 0, ii, v].astype("float32"), axis=[ic, ii]),
         name="sum",
     )
 
@@ -477,7 +488,7 @@ def dense(computation: Dense) -> tvm.tirx.PrimFunc:
     geometry = {
         "n": 1, "o": blocks, "h": 1, "w": rows, "v": block, "ic": units, "kh": 1, "kw": 1, "ii": unit, "stride": 1,
         "staged": 1, "others": len(post), "indirect": 0,
-        "tail": int(not whole),
+        "tail": int(not whole), **_weight_bytes(computation),
     }  # fmt: skip
     if whole:
         result = te.compute((1, blocks, rows, block), lambda n, o, p, v: finish(o, p, v), name="result")
@@ -502,7 +513,7 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
     n_, c_, oh_, ow_, v_ = pool.result_shape
     integers = pool.read_dtype == "uint8"
     data = te.placeholder(pool.data_shape, pool.data_dtype, name="data")
-    weight_dtype = "int8" if pool.in_integers else "float32"
+    weight_dtype = "int8" if pool.in_integers else pool.weight_dtype
     weights = [te.placeholder(pool.weight_shape, weight_dtype, name="weight")] if pool.kind == "depthwise" else []
     constants = integer.constants(pool.blocks, pool.block) if pool.in_integers else ()
     pre = pool.prologue.placeholders("pre")
@@ -536,7 +547,7 @@ def pooling(pool: Pooling) -> tvm.tirx.PrimFunc:
             value = value.astype("int32")
         if weights:
             weight = weights[0][c, kh, kw, v]
-            value *= weight.astype("int32") if integers else weight
+            value *= weight.astype("int32" if integers else "float32")
         return te.sum(value, axis=[kh, kw])
 
     total = te.compute((n_, c_, oh_, ow_, v_), reduce, name="sum")

@@ -15,9 +15,12 @@ from typing import Any, Final
 import tvm
 import tvm_ffi
 from tvm import relax
+from tvm.ir.expr import GenericConst
+from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.s_tir import dlight
 
 from tuning_db.errors import BuildFailed
+from workers.graph.half import is_half
 from workers.graph.pipeline import to_loops
 from workers.search import intrinsics
 
@@ -31,6 +34,14 @@ FLOAT32: Final = (
     "nn.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d",
     "nn.adaptive_avg_pool1d", "nn.adaptive_avg_pool2d", "nn.adaptive_avg_pool3d",
 )  # fmt: skip
+#: Operators that have weights.
+_WEIGHTED: Final = frozenset(
+    f"relax.{name}"
+    for name in (
+        "matmul", "nn.conv1d", "nn.conv2d", "nn.conv3d",
+        "nn.conv1d_transpose", "nn.conv2d_transpose", "nn.conv3d_transpose",
+    )
+)  # fmt: skip
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _NEVER: Final = 2  #: TVM's MixedPrecisionPolicyKind::kNever
 
@@ -40,22 +51,61 @@ def pass_context(opt_level: int = 3) -> Any:
     return tvm.transform.PassContext(opt_level=opt_level)
 
 
-def half_precision() -> tvm.transform.Pass:
+def half_precision(*, keep_float32: bool = False) -> tvm.transform.Pass:
     """Convolutions and matrix products on float16, summed in float32; what follows them in float16, but `FLOAT32`.
 
-    Weights become float16. Inputs and outputs of the model keep their types.
+    Weights become float16. Inputs and outputs of the model keep their types. With `keep_float32`, what has weights that
+    are no numbers of float16 stays as it is.
     """
     _keep_in_float32()
     return tvm.transform.Sequential(
         [
             relax.transform.ConvertToDataflow(),
             relax.transform.ToMixedPrecision(out_dtype="float32"),
+            *([KeepFloat32()] if keep_float32 else []),
             relax.transform.EliminateCommonSubexpr(),
             relax.transform.FoldConstant(),
             relax.transform.DeadCodeElimination(),
         ],
         name="half-precision",
     )
+
+
+@relax.transform.function_pass(opt_level=0, name="KeepFloat32")
+class KeepFloat32:
+    """After `ToMixedPrecision`: convolutions and products whose weights are no numbers of float16 are of float32 again.
+    It knows operators, not calls of them."""
+
+    def transform_function(self, function: Any, _module: tvm.ir.IRModule, _context: Any) -> Any:
+        return _Keeper().visit_expr(function)
+
+
+@mutator
+class _Keeper(PyExprMutator):  # type: ignore[misc]  # TVM publishes no types
+    def visit_call_(self, call: Any) -> Any:
+        call = super().visit_call_(call)
+        if getattr(call.op, "name", "") not in _WEIGHTED:
+            return call
+        wide = [self._before_rounding(argument) for argument in call.args]
+        weights = [found.value.numpy() for found in wide if isinstance(found, GenericConst)]
+        if all(map(is_half, weights)):
+            return call
+        arguments = [
+            self.builder_.emit(relax.op.astype(argument, "float32")) if found is None else found
+            for argument, found in zip(call.args, wide, strict=True)
+        ]
+        return relax.Call(call.op, arguments, call.attrs, call.ty_args)
+
+    def _before_rounding(self, argument: Any) -> Any:
+        """The float32 tensor that this is, or was made float16 of; None for one that is nothing but float16."""
+        if str(argument.ty.dtype) == "float32":
+            return argument
+        value = self.lookup_binding(argument) if isinstance(argument, relax.Var) else argument
+        if getattr(getattr(value, "op", None), "name", "") == "relax.astype":
+            source = value.args[0]
+            if str(source.ty.dtype) == "float32":
+                return source
+        return None
 
 
 def lower_operators() -> tvm.transform.Pass:

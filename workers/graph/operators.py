@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -46,6 +47,7 @@ class Model:
     lanes: int  #: float32 numbers in a vector register
     winograd: bool  #: whether convolutions may be computed by Winograd's algorithm
     dot: str = ""  #: how bytes are multiplied and summed (`Cpu.dot`)
+    half: bool = False  #: whether weights that are numbers of float16 are kept so
     _graph: BlockedGraph | None = None
     _quantized: BlockedGraph | None = None
     _computations: dict[str, Computation] = field(default_factory=dict)  #: by the operator's name
@@ -53,7 +55,7 @@ class Model:
 
     def __post_init__(self) -> None:
         try:
-            graph = BlockedGraph(self.module, max(_LINE, self.lanes), signed=self.dot == SDOT)
+            graph = BlockedGraph(self.module, max(_LINE, self.lanes), signed=self.dot == SDOT, half=self.half)
         except NotBlockable:
             return
         self._quantized = graph if graph.is_quantized else None
@@ -71,6 +73,16 @@ class Model:
             for found in self._quantized.real_sums
         ]
         return {"in_integers": self._quantized.integer_sums, "dot_products": self.dot, "others": real}
+
+    def weight_types(self) -> dict[str, Json]:
+        """Of the kernels that `extract` found, how many read real weights of which type."""
+        return dict(
+            Counter(
+                found.weight_dtype
+                for found in self._computations.values()
+                if isinstance(found, Convolution | Dense) or (isinstance(found, Pooling) and found.kind == "depthwise")
+            )
+        )
 
     def extract(self, adopt: Adopt) -> list[Operator]:
         """Every operator of the model once, in the order of the first call, with the workloads of its variants."""

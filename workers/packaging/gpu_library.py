@@ -23,8 +23,11 @@ from workers.packaging import device_code, nvrtc
 from workers.said import last_line
 
 
-def lower(module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, opt_level: int = 3) -> tvm.ir.IRModule:
-    """An imported module as scheduled GPU kernels, in half precision or as it is.
+def lower(
+    module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, keep_float32: bool = False, opt_level: int = 3
+) -> tvm.ir.IRModule:
+    """An imported module as scheduled GPU kernels, in half precision or as it is. With `keep_float32`, convolutions and
+    products whose weights are not all numbers of float16 stay in single precision.
 
     BuildFailed if that would change the types of the model's outputs, or if a kernel is one that no rule schedules.
     """
@@ -32,7 +35,7 @@ def lower(module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, opt
         module = pipeline.simplify()(module)
         if half:
             outputs = module["main"].ret_ty
-            module = gpu.half_precision()(module)
+            module = gpu.half_precision(keep_float32=keep_float32)(module)
             if not tvm_ffi.structural_equal(module["main"].ret_ty, outputs):
                 raise BuildFailed("half precision would change the types of the model's outputs")
         return gpu.lower_operators()(module)

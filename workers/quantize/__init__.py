@@ -1,1 +1,1 @@
-"""Quantization to int8 by ONNX Runtime's quantizer, calibrated on the user's samples, and what it costs in accuracy."""
+"""Quantization: to int8 by ONNX Runtime's quantizer, by samples, or of weights to fp16; what each costs."""

@@ -1,11 +1,12 @@
 """`python -m workers.quantize SPEC.json PARENT`: quantize a model by samples, both untrusted, in a process of its own.
 
 SPEC.json holds ``{"model": path, "inputs": [{"name", "dtype", "shape"}], "calibration": path or null, "recipe":
-{"method": "minmax" | "entropy" | "percentile" | null, "per_channel", "exclude", "percentile"}, "target": path}``. With
-the method null quantization is dynamic. Writes the quantized model to `target`, whose folder takes scratch files too,
-and prints JSON objects, one a line: ``{"progress": sentence}`` now and then, and at last ``{"ok": true, "report": …}``,
-the report null without samples, or ``{"ok": false, "error": {"kind", "message"}}``. Anything else on stdout or another
-exit status means that the input broke a library. `workers.quantize.request` starts it and reads what it says.
+{"method": "minmax" | "entropy" | "percentile" | null, "per_channel", "exclude", "percentile", "scheme": "int8" |
+"fp16"}, "target": path}``. With the method null int8 is dynamic. Writes the quantized model to `target`, whose folder
+takes scratch files too, and prints JSON objects, one a line: ``{"progress": sentence}`` now and then, and at last
+``{"ok": true, "report": …}``, the report null for int8 without samples, or ``{"ok": false, "error": {"kind",
+"message"}}``. Anything else on stdout or another exit status means that the input broke a library.
+`workers.quantize.request` starts it and reads what it says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from onnx import ModelProto
 from tuning_db.errors import ImportFailed, InvalidRequest, TuningFailed, kind_of
 from tuning_db.keys import Json
 from workers.processes import bound_memory, die_with_parent
+from workers.quantize.halving import halve
 from workers.quantize.quantizer import name_nodes, quantize
 from workers.quantize.request import Request
 from workers.quantize.samples import Samples
@@ -68,7 +70,7 @@ class _Steps:
 
 
 def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
-    """The report, or None without samples. Raises InvalidRequest or ImportFailed."""
+    """The report; for int8 None without samples. Raises InvalidRequest or ImportFailed."""
     from workers.frontend import onnx_import, onnx_model
     from workers.quantize import report
 
@@ -82,12 +84,20 @@ def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
             count = len(samples)
         model = onnx_model.load(Path(request.model))
         onnx_model.check_operators(model)
-        if onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
+        if request.recipe.scheme == "int8" and onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
             model = _converted(model)
         onnx_model.bind(model, request.inputs)
         model = onnx_import.sum_to_add(onnx_import.fold(onnx_import.inline_functions(model), target.parent))
         onnx_model.check_operators(model, folded=True)
         name_nodes(model)
+        if request.recipe.scheme == "fp16":
+            steps.begin("rounding weights to fp16", count)
+            halved, weights = halve(model, request.recipe.exclude, target)
+            found: dict[str, Json] = {"samples": 0, "outputs": [], "layers": []}
+            if samples is not None:
+                steps.begin(f"comparing fp16 with fp32 on {count} samples", count)
+                found = report.compare(model, halved, samples, target.parent)
+            return {**found, "weights": weights}
         by = f", calibrated by {request.recipe.method} on {count} samples" if request.recipe.method else ", dynamic"
         steps.begin(f"int8{by}", count)
         quantized = quantize(model, request.recipe, samples, target)

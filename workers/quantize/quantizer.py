@@ -47,12 +47,7 @@ def quantize(model: ModelProto, recipe: Recipe, samples: Samples | None, target:
     Raises InvalidRequest for an exclusion that names no node, for a graph that nothing can be quantized in, and for
     static quantization without samples.
     """
-    before = {node.op_type for node in model.graph.node}
-    if before & QUANTIZED:
-        raise InvalidRequest(
-            "int8: the model is quantized already; ask for the scheme 'none', which leaves it as it is",
-            field="quantization.scheme",
-        )
+    refuse_quantized(model, "int8")
     excluded = _excluded(model, recipe.exclude)
     source = target.with_name(SOURCE)
     onnx.save_model(model, source)
@@ -98,6 +93,15 @@ def quantize(model: ModelProto, recipe: Recipe, samples: Samples | None, target:
     return quantized
 
 
+def refuse_quantized(model: ModelProto, scheme: str) -> None:
+    """Raises InvalidRequest for a model that is in integers already."""
+    if {node.op_type for node in model.graph.node} & QUANTIZED:
+        raise InvalidRequest(
+            f"{scheme}: the model is quantized already; ask for the scheme 'none', which leaves it as it is",
+            field="quantization.scheme",
+        )
+
+
 class _Reader:
     """Samples in the quantizer's interface: it asks for a range of them, then for one after the other."""
 
@@ -120,12 +124,18 @@ class _Reader:
 
 
 def _excluded(model: ModelProto, exclude: Sequence[str]) -> list[str]:
-    """The nodes of the normalised model that are meant; what ONNX Runtime fused keeps the name of one of its parts,
-    as in ``dense/MatMulAddFusion``."""
-    names = [node.name for node in model.graph.node]
+    """What the quantizer is to be told of the nodes that are meant."""
     # Before it looks at exclusions, the dynamic quantizer takes products with a bias apart, and calls them so.
     apart = {node.name: f"{node.name}_MatMul" for node in model.graph.node if node.op_type == "Gemm"}
-    excluded = []
+    meant = meant_by(model, exclude)
+    return [*meant, *(apart[n] for n in meant if n in apart)]
+
+
+def meant_by(model: ModelProto, exclude: Sequence[str]) -> list[str]:
+    """The nodes of the normalised model that are meant; what ONNX Runtime fused keeps the name of one of its parts,
+    as in ``dense/MatMulAddFusion``. InvalidRequest for a name that is of none."""
+    names = [node.name for node in model.graph.node]
+    found = []
     for name in exclude:
         meant = [n for n in names if n == name or (n.startswith(f"{name}/") and n.endswith("Fusion"))]
         if not meant:
@@ -135,8 +145,8 @@ def _excluded(model: ModelProto, exclude: Sequence[str]) -> list[str]:
                 + (f"; did you mean {', '.join(map(repr, close))}?" if close else ""),
                 field="quantization.exclude",
             )
-        excluded += [*meant, *(apart[n] for n in meant if n in apart)]
-    return excluded
+        found += meant
+    return found
 
 
 @contextlib.contextmanager

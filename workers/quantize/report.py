@@ -28,6 +28,8 @@ _SHADOW: Final = "quantized/"
 #: What the quantizer calls a tensor before quantization if its own name has to be that of the dequantized one.
 _BEFORE_QUANTIZATION: Final = "_QuantizeLinear_Input"
 _QUANTIZED: Final = {"DequantizeLinear", "MatMulInteger", "ConvInteger"}
+#: What makes float32 weights of those in float16.
+_WIDENED: Final = "Cast"
 
 
 @dataclass(slots=True)
@@ -175,7 +177,7 @@ def _quantized_layers(model: ModelProto, quantized: ModelProto) -> list[_Layer]:
             if producer is not None:
                 operators.add(producer.op_type)
                 ends |= {source for source in producer.input if source not in shared and source not in seen}
-        if not operators & _QUANTIZED:
+        if not operators & _QUANTIZED and _WIDENED not in operators - {node.op_type}:
             continue
         maker = makers.get(node.input[0])
         if node.op_type in ("Relu", "Clip") and producers[shadow].op_type != node.op_type and maker is not None:

@@ -23,13 +23,15 @@ SOURCE: Final = "source.onnx"
 class Recipe:
     """What decides a quantized model, apart from the model and the samples.
 
-    `method` is None for dynamic quantization, which measures ranges while the model runs.
+    `method` is None for dynamic quantization, which measures ranges while the model runs. For the scheme "fp16", of the
+    others `exclude` alone counts.
     """
 
     method: str | None = "minmax"
     per_channel: bool = True
     exclude: tuple[str, ...] = ()  #: names of nodes that stay fp32
     percentile: float = PERCENTILE  #: of a tensor's values that the method `percentile` keeps in range
+    scheme: str = "int8"  #: or "fp16"
 
     def __post_init__(self) -> None:
         if self.method is not None and self.method not in CALIBRATION_METHODS:
@@ -40,12 +42,13 @@ class Recipe:
 
     @classmethod
     def of(cls, config: QuantizationConfig) -> Self:
-        """The recipe that a key's int8 config, `resolved`, asks for."""
+        """The recipe that a key's config, `resolved`, asks for."""
         return cls(
             config.method,
             bool(config.per_channel),
             config.exclude,
             PERCENTILE if config.percentile is None else config.percentile,
+            config.scheme,
         )
 
 

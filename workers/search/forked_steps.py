@@ -29,7 +29,7 @@ from workers.search.templates.dot import register_intrinsics
 from workers.search.templates.knobs import Config, Cpu, Template
 
 #: Types of weights whose copies are read in turns.
-_WEIGHTS: Final = ("float32", "int8")
+_WEIGHTS: Final = ("float32", "float16", "int8")
 
 
 def to_tvm_workload(workload: Workload) -> ms.database.Workload:

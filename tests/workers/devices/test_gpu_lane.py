@@ -25,7 +25,7 @@ from tuning_db.blobs import BlobStore
 from tuning_db.catalog import ModelInfo
 from tuning_db.errors import BuildFailed, DeviceLost
 from tuning_db.jobs import JobSpec, SearchConfig
-from tuning_db.keys import TensorSpec, canonical_json, to_json
+from tuning_db.keys import QuantizationConfig, TensorSpec, canonical_json, to_json
 from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
 from workers.devices import local_gpu
@@ -56,8 +56,9 @@ def test_no_gpu_no_worker(tmp_path: Path) -> None:
 def test_a_job_for_a_gpu(
     sqlite_store: TuningStore, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is imported and compiled to machine code of its GPU; the check, in a process of its own, then misses the
-    GPU: DeviceLost, and nothing is published. A CPU's worker refuses the job, whose queue is another.
+    """The job's model is rounded to fp16, imported and compiled to machine code of its GPU; the check, in a process of
+    its own, then misses the GPU: DeviceLost, and nothing is published. A CPU's worker refuses the job, whose queue is
+    another.
 
     Recorded: what NVML says in this process. Faked: that TVM's runtime reaches the GPU.
     """
@@ -69,8 +70,9 @@ def test_a_job_for_a_gpu(
     device, target = lane.probe()
     path = save(conv_bn_relu(), tmp_path)
     key = make_key(
-        inputs=(TensorSpec("x", "float32", (1, 8, 14, 14)),), device=device, target=target, toolchain=lane.toolchain()
-    )
+        inputs=(TensorSpec("x", "float32", (1, 8, 14, 14)),), device=device, target=target, toolchain=lane.toolchain(),
+        quantization=QuantizationConfig("fp16"),
+    )  # fmt: skip
     digest, size = blobs.put(path)
     sqlite_store.add_model(ModelInfo(key.model, digest, "onnx", size, onnx_model.inputs_of(conv_bn_relu()), ()))
     claimed = sqlite_store.claim(sqlite_store.submit(JobSpec(key, SearchConfig(trials=8, seconds=9))).job.id, "worker")
@@ -83,7 +85,7 @@ def test_a_job_for_a_gpu(
     assert len(cubin.kernels) >= 1
     events = sqlite_store.events(claim.job_id)
     stages = [event.data["stage"] for event in events if event.type == "stage"]
-    assert stages == ["import", "graph", "build", "check"]
+    assert stages == ["quantize", "import", "graph", "build", "check"]
     assert any("nothing is searched for GPUs" in str(event.data) for event in events if event.type == "warning")
     attempt.lane = LocalLane()
     assert queue_for(device.name) != queue_for(attempt.lane.probe()[0].name)

@@ -51,12 +51,12 @@ class Taken:
         return self.graph.emit(plain)[1]
 
 
-def take(model: ModelProto, host: Host, folder: Path, *, signed: bool = False) -> Taken:
+def take(model: ModelProto, host: Host, folder: Path, *, signed: bool = False, half: bool = False) -> Taken:
     """Import, simplify, divide into kernels."""
     inputs, imported = lower(model, host, folder)
     with host.target, pipeline.pass_context():
         simplified = pipeline.simplify()(imported.module)
-    return Taken(imported.bound, inputs, BlockedGraph(simplified, BLOCK, signed=signed))
+    return Taken(imported.bound, inputs, BlockedGraph(simplified, BLOCK, signed=signed, half=half))
 
 
 def plain(computation: Computation) -> tuple[str, tirx.PrimFunc]:

@@ -14,6 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import tvm
+from onnx import numpy_helper
 from tvm import relax
 
 from tests.samples import make_key
@@ -81,6 +82,32 @@ def test_machine_code_for_one_arch(libraries: dict[str, Path], arch: str) -> Non
     other = {"sm_87": "sm_90", "sm_90": "sm_87"}[arch]
     with pytest.raises(BuildFailed, match=rf"machine code for {arch}; {other} was asked for"):
         device_code.check(libraries[arch], other)
+
+
+def test_what_stays_in_single_precision(host: Host, tmp_path: Path, libraries: dict[str, Path]) -> None:
+    """With fp16, a convolution whose weights were left float32 is compiled so, those whose weights were rounded in half
+    precision, each in the one library."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 3, 12, 12), 3, 16, (3, 3)))
+    model = net.model(net.conv(x, 16, 8, (3, 3)))
+    tensor = model.graph.initializer[0]
+    half = numpy_helper.to_array(tensor).astype("float16")
+    tensor.CopyFrom(numpy_helper.from_array(half.astype("float32"), tensor.name))
+    _, imported = lower(model, host, tmp_path)
+    with host.target, gpu.pass_context():
+        module = gpu.half_precision(keep_float32=True)(pipeline.simplify()(imported.module))
+    kinds: list[list[str]] = []
+
+    def visit(call: relax.Expr) -> None:
+        if isinstance(call, relax.Call) and str(getattr(call.op, "name", "")) == "relax.nn.conv2d":
+            kinds.append([str(tensor.ty.dtype) for tensor in (*call.args, call)])
+
+    relax.analysis.post_order_visit(module["main"].body, visit)
+    assert kinds == [["float16", "float16", "float32"], ["float32"] * 3]
+    target = target_of(HOPPER, host.target_json)
+    lowered = gpu_library.lower(imported.module, target, half=True, keep_float32=True)
+    [cubin] = gpu_library.compile_library(lowered, target, tmp_path / "it.so")
+    assert len([name for name in cubin.kernels if "conv2d" in name]) == 2
 
 
 def test_another_arch_is_a_miss(libraries: dict[str, Path], host: Host, sqlite_store: TuningStore) -> None:

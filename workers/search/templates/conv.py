@@ -104,7 +104,7 @@ class ConvTemplate(Template):
         rounded = -(-g["w"] // c["tile_w"]) * c["tile_w"] / g["w"]
         tasks = self._tasks(g, c)
         balance = -(-tasks // cpu.threads) * cpu.threads / tasks if c["parallel"] else cpu.threads
-        weights = 4 * c["tile_o"] * g["v"] * g["ic"] * g["kh"] * g["kw"] * g["ii"]
+        weights = g.get("weight_bytes", 4) * c["tile_o"] * g["v"] * g["ic"] * g["kh"] * g["kw"] * g["ii"]
         spill = 0.1 if weights > cpu.l2_bytes // 2 else 0.0
         # Weights that no cache holds are read once where tasks go by channels, and by every thread where by rows.
         if weights * (g["o"] // c["tile_o"]) > cpu.l2_bytes and c["tasks"] != _CHANNELS_THEN_ROWS:
@@ -228,7 +228,7 @@ class ConvTemplate(Template):
         tasks = self._tasks(g, c)
         reduction = g["ic"] * g["kh"] * g["kw"] * g["ii"]
         rounded = -(-g["w"] // c["tile_w"]) * c["tile_w"] / g["w"]
-        weights = 4 * c["tile_o"] * g["v"] * reduction
+        weights = g.get("weight_bytes", 4) * c["tile_o"] * g["v"] * reduction
         chunk_weights = weights / g["ic"] if c["chunked"] else weights
         strip_pixels = pixels * c["strip"] * (1 if g["h"] == 1 else -(-g["w"] // c["tile_w"]))
         strip_data = 4 * strip_pixels * g["stride"] ** 2 * g["ic"] * g["ii"]

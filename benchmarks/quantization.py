@@ -1,10 +1,11 @@
-"""What quantization to int8 costs and gains: numbers and time of our library, and of ONNX Runtime with the same model.
+"""What int8 and fp16 cost and gain: numbers, time and bytes of our library, and of ONNX Runtime with the same model.
 
-    python benchmarks/int8.py [MODEL] [--samples 32] [--trials 400]     # MODEL of benchmarks/model_zoo.py
+    python benchmarks/quantization.py [MODEL] [--scheme int8|fp16] [--samples 32] [--trials 400]
 
-The model is quantized as a job does it, statically by MinMax, per channel, on standard normal samples. SQNR is the
-power of the fp32 outputs over that of the difference to them, in dB, over samples that were not calibrated on; ONNX
-Runtime runs the quantized graph optimised, with its kernels of int8, and as it is written. Both of our libraries are
+MODEL is one of benchmarks/model_zoo.py, quantized as a job does it, on standard normal samples: to int8 statically
+by MinMax, per channel; of fp16 they only tell the layers that lose most. SQNR is the power of the fp32 outputs over
+that of the difference to them, in dB, over samples that were not calibrated on; ONNX Runtime runs the quantized graph
+optimised, with its kernels of int8 (on CPUs it has none of fp16), and as it is written. Both of our libraries are
 searched from nothing, as a job would, and all are timed in turns in one process. Prints one JSON object.
 """
 
@@ -75,6 +76,7 @@ class Tuned:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", default="resnet50")
+    parser.add_argument("--scheme", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--samples", type=int, default=32, help="that are calibrated on")
     parser.add_argument("--trials", type=int, default=400, help="of the search, for each library; 0: by first guesses")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the search, for each library")
@@ -91,14 +93,17 @@ def report(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     calibration, quantized = folder / "samples.npz", folder / "quantized" / "model.onnx"
     quantized.parent.mkdir()
     np.savez(calibration, **{spec.name: np.stack([s[spec.name] for s in samples[: chosen.samples]]) for spec in specs})
-    told = quantize(Request(str(path), specs, Recipe(), str(quantized), str(calibration)))
+    told = quantize(Request(str(path), specs, Recipe(scheme=chosen.scheme), str(quantized), str(calibration)))
     tested = samples[chosen.samples :]
     search = SearchConfig(trials=chosen.trials, seconds=chosen.seconds)
-    ours = {name: tune(source, specs, search, folder) for name, source in (("fp32", path), ("int8", quantized))}
+    ours = {
+        "fp32": tune(path, specs, search, folder, half=False),
+        chosen.scheme: tune(quantized, specs, search, folder, half=chosen.scheme == "fp16"),
+    }
     calls: dict[str, Callable[[Mapping[str, Array]], Sequence[Array]]] = {
         "ONNX Runtime fp32": _session(path, "ORT_ENABLE_ALL"),
-        "ONNX Runtime int8": _session(quantized, "ORT_ENABLE_ALL"),
-        "ONNX Runtime int8 as written": _session(quantized, "ORT_DISABLE_ALL"),
+        f"ONNX Runtime {chosen.scheme}": _session(quantized, "ORT_ENABLE_ALL"),
+        f"ONNX Runtime {chosen.scheme} as written": _session(quantized, "ORT_DISABLE_ALL"),
         **{f"ours {name}": _machine(tuned.path, specs) for name, tuned in ours.items()},
     }
     outputs = {name: [call(sample) for sample in tested] for name, call in calls.items()}
@@ -106,19 +111,21 @@ def report(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     timed = {
         **{f"ours {name}": _bound(tuned.path, specs, tested[0]) for name, tuned in ours.items()},
         "ONNX Runtime fp32": baselines.baseline("onnxruntime", path, tested[0], _THREADS),
-        "ONNX Runtime int8": baselines.baseline("onnxruntime", quantized, tested[0], _THREADS),
+        f"ONNX Runtime {chosen.scheme}": baselines.baseline("onnxruntime", quantized, tested[0], _THREADS),
     }
-    taken = time_in_turns(timed, _ROUNDS, 0.02, rested=("ONNX Runtime fp32", "ONNX Runtime int8"))
-    kernels = ours["int8"].plan.kernels
+    taken = time_in_turns(timed, _ROUNDS, 0.02, rested=("ONNX Runtime fp32", f"ONNX Runtime {chosen.scheme}"))
+    kernels = ours[chosen.scheme].plan.kernels
     return {
         "model": chosen.model,
         "sqnr_db": {name: round(sqnr(wanted, got), 2) for name, got in outputs.items()},
         "same_top_1": {name: round(_same_top_1(wanted, got), 3) for name, got in outputs.items()},
         "ours_against_onnxruntime_as_written_db": round(
-            sqnr(outputs["ONNX Runtime int8 as written"], outputs["ours int8"]), 2
+            sqnr(outputs[f"ONNX Runtime {chosen.scheme} as written"], outputs[f"ours {chosen.scheme}"]), 2
         ),
         "median_ms": {name: round(1e3 * statistics.median(seconds), 3) for name, seconds in taken.items()},
         "fastest_ms": {name: round(1e3 * min(seconds), 3) for name, seconds in taken.items()},
+        "library_bytes": {name: tuned.path.stat().st_size for name, tuned in ours.items()},
+        "largest_difference": _largest_difference(wanted, outputs[f"ours {chosen.scheme}"]),
         "kernels": dict(kernels),
         "trials": {name: tuned.trials for name, tuned in ours.items()},
         "worst_layers": told["layers"][:5] if isinstance(told, dict) and "layers" in told else told,
@@ -133,8 +140,8 @@ def _converted(path: Path) -> Path:
     return path
 
 
-def tune(path: Path, specs: tuple[TensorSpec, ...], search: SearchConfig, folder: Path) -> Tuned:
-    """Our library of the model, searched from nothing."""
+def tune(path: Path, specs: tuple[TensorSpec, ...], search: SearchConfig, folder: Path, *, half: bool) -> Tuned:
+    """Our library of the model, searched from nothing. `half`: with weights in float16."""
     identity, target_json = local_cpu.probe()
     target, cpu = tvm.target.Target(json.loads(target_json)), local_cpu.cpu_of(identity)
     key = ArtifactKey(
@@ -144,7 +151,7 @@ def tune(path: Path, specs: tuple[TensorSpec, ...], search: SearchConfig, folder
     imported = import_onnx(path, specs, folder)
     with target, pipeline.pass_context():
         simplified = pipeline.simplify()(imported.module)
-    model = Model(simplified, target, cpu.lanes, winograd=True, dot=cpu.dot)
+    model = Model(simplified, target, cpu.lanes, winograd=True, dot=cpu.dot, half=half)
     with (
         empty_records(key, folder) as records,
         ForkServer(preload(intrinsics_of(identity))) as server,
@@ -168,6 +175,12 @@ def sqnr(wanted: Sequence[Sequence[Array]], got: Sequence[Sequence[Array]]) -> f
     signal = sum(float(np.square(a.astype("float64")).sum()) for a, _ in pairs)
     noise = sum(float(np.square(a.astype("float64") - b).sum()) for a, b in pairs)
     return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+def _largest_difference(wanted: Sequence[Sequence[Array]], got: Sequence[Sequence[Array]]) -> float:
+    """Of any entry of an output, relative to the largest of that output: what the check bounds."""
+    pairs = [(a, b) for one, other in zip(wanted, got, strict=True) for a, b in zip(one, other, strict=True)]
+    return max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs)
 
 
 def _same_top_1(wanted: Sequence[Sequence[Array]], got: Sequence[Sequence[Array]]) -> float:
