@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,13 @@ seen: list[int] = []
 
 def add(a: int, b: int) -> int:
     return a + b
+
+
+def imported_by(module: str) -> list[str]:
+    """What importing `module` imports anew, in this process."""
+    before = set(sys.modules)
+    importlib.import_module(module)
+    return sorted(set(sys.modules) - before)
 
 
 def fail(message: str) -> None:

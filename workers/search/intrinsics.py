@@ -23,7 +23,8 @@ def preload(module: str) -> tuple[str, ...]:
     Here and not beside the steps, so that a server can be started before TVM is imported: both take seconds, and go on
     at once.
     """
-    return (f"{__name__}:use_only:{module}", f"workers.search.sampling:fill_pool:{POOL_BYTES}")
+    steps = "workers.search.forked_steps"  # else each child would import it, for longer than most steps take
+    return (f"{__name__}:use_only:{module}", steps, f"workers.search.sampling:fill_pool:{POOL_BYTES}")
 
 
 def use_only(*modules: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import psutil
 import pytest
 from tvm.s_tir import meta_schedule as ms
 
+from tests.workers import steps
 from tests.workers.conftest import Host
 from tests.workers.search.samples import matmul_module
+from workers.search.forkserver import ForkServer
 
 PROGRAM = """
 import sys
@@ -33,6 +36,12 @@ def test_one_device(module: str, intrinsic: str) -> None:
     assert module in loaded.split()
     assert "cuda" not in loaded.split()
     assert found == "True"
+
+
+def test_steps_import_nothing(server: ForkServer) -> None:
+    """A step of a search finds all that it needs imported: its child would import it for that step alone."""
+    assert server.call(steps.imported_by, "workers.search.forked_steps", deadline_s=60) == []
+    assert psutil.Process(server.pid).num_threads() == 1
 
 
 def test_default_space_needs_no_other(host: Host) -> None:
