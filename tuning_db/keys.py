@@ -77,7 +77,7 @@ class DeviceIdentity:
     kind: str  #: "cpu" or "cuda"
     vendor: str
     model: str
-    arch: str  #: "x86_64", "aarch64", "sm_90"
+    arch: str  #: "x86_64", "aarch64", "armv7l", "riscv64", "sm_90"
     features: tuple[str, ...]  #: instruction-set features that TVM can use, sorted
     cores: int  #: cores that one inference uses; streaming multiprocessors for a GPU
     cache_bytes: tuple[int, ...] = ()  #: L1 data, L2, L3, of one core's view

@@ -1,4 +1,4 @@
-"""ELF files: which machine they are for, and what those of 64 bits hold.
+"""ELF files: which machine they are for, what libraries they need, and what those of 64 bits hold.
 
 Objects and libraries of every CPU, and cubins, which are NVIDIA's.
 """
@@ -13,6 +13,7 @@ from typing import Final
 #: What of a file `machine_of` has to see.
 HEAD_BYTES: Final = 20
 _HEADER_BYTES: Final = 64
+_SHT_GNU_VERNEED: Final = 0x6FFFFFFE  #: a section's type
 _STB_GLOBAL: Final = 1  #: a symbol's binding
 _ET_REL: Final = 1  #: a file's type, of object files
 
@@ -43,23 +44,41 @@ class _Symbol:
 
 
 class Elf:
-    """A file of 64 bits, little-endian, as all devices here have it. ValueError or struct.error for anything else."""
+    """A little-endian file, as all devices here have it. ValueError or struct.error for anything else, and for symbols
+    of a file of 32 bits."""
 
     def __init__(self, data: bytes) -> None:
-        if data[:6] != b"\x7fELF\x02\x01" or len(data) < _HEADER_BYTES:
-            raise ValueError("no 64-bit ELF file")
+        if len(data) < _HEADER_BYTES or data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] != 1:
+            raise ValueError("no little-endian ELF file")
         self._data = data
+        self._wide = data[4] == 2
         self.abi_version = data[8]
         (self.type,) = struct.unpack_from("<H", data, 16)
         self.machine, _ = machine_of(data)
-        (sections_at,) = struct.unpack_from("<Q", data, 40)
-        (self.flags,) = struct.unpack_from("<I", data, 48)
-        entry_size, count, names = struct.unpack_from("<HHH", data, 58)
+        (sections_at,) = struct.unpack_from("<Q", data, 40) if self._wide else struct.unpack_from("<I", data, 32)
+        (self.flags,) = struct.unpack_from("<I", data, 48 if self._wide else 36)
+        entry_size, count, names = struct.unpack_from("<HHH", data, 58 if self._wide else 46)
         if names >= count:
             raise ValueError("an ELF file without names of its sections")
         self._headers = [sections_at + entry_size * index for index in range(count)]
         self._sections = [self._section(at) for at in self._headers]
         self.section_names = [self._name(self._sections[names], section.name) for section in self._sections]
+
+    def versions_needed(self) -> Iterator[tuple[str, str]]:
+        """Each library of which this one needs a version, and the version: ("libm.so.6", "GLIBC_2.29"). Whoever loads
+        it refuses it where the library there has no such version."""
+        for section in self._sections:
+            if section.type != _SHT_GNU_VERNEED:
+                continue
+            strings, at, following = self._sections[section.link], section.offset, 1
+            while following:
+                _, count, library, first, following = struct.unpack_from("<HHIII", self._data, at)
+                entry = at + first
+                for _ in range(count):
+                    _, _, _, version, step = struct.unpack_from("<IHHII", self._data, entry)
+                    yield self._name(strings, library), self._name(strings, version)
+                    entry += step
+                at += following
 
     def offset_of(self, symbol: str) -> int:
         """Where in the file a symbol's data begins."""
@@ -90,6 +109,8 @@ class Elf:
 
     def _symbols(self) -> Iterator[_Symbol]:
         """Each symbol that is defined here for others: assemblers add marks of their own."""
+        if not self._wide:
+            raise ValueError("no 64-bit ELF file")
         for table in self._sections:
             if table.type not in (2, 11) or table.link >= len(self._sections):  # SHT_SYMTAB, SHT_DYNSYM
                 continue
@@ -99,7 +120,8 @@ class Elf:
                     yield _Symbol(self._name(self._sections[table.link], name), section, value, at)
 
     def _section(self, at: int) -> _Section:
-        name, kind, _flags, address, offset, size, link = struct.unpack_from("<IIQQQQI", self._data, at)
+        layout = "<IIQQQQI" if self._wide else "<IIIIIII"
+        name, kind, _flags, address, offset, size, link = struct.unpack_from(layout, self._data, at)
         return _Section(name, kind, address, offset, size, link)
 
     def _name(self, strings: _Section, offset: int) -> str:

@@ -145,7 +145,7 @@ def test_a_job_that_dies_each_time_fails_after_three_attempts(
     service: Service, client: Tunery, small_model: Path
 ) -> None:
     """A tuning process that is always killed is given up, with the signal named, and the worker that has seen jobs
-    cancelled and dying takes the next one."""
+    cancelled and dying takes the next one (tvm#19976)."""
     job = client.submit(small_model, inputs=INPUTS, search={"trials": 400, "seconds": 400})
     for attempt in (1, 2, 3):
         pid = wait_for(lambda n=attempt: service.pid_of(f"workers.tuning {job.id} {n} "), 60, "the attempt starts")

@@ -113,7 +113,7 @@ def test_idempotency_key(service: Service, model: str, batch: int) -> None:
 
 
 def test_dimensions_that_are_not_fixed(service: Service) -> None:
-    """A picture of whatever batch, height and width (tvm#15336) needs a shape, which is then in the key."""
+    """A picture of whatever batch, height and width (tvm#15336, tvm#17465) needs a shape, which is then in the key."""
     from onnx import TensorProto, helper
 
     picture = helper.make_tensor_value_info("data", TensorProto.FLOAT, ["N", 3, -1, "?"])

@@ -72,13 +72,14 @@ def joined(tracker: Tracker, key: str) -> int:
 
 @contextlib.contextmanager
 def running_agent(
-    tracker: Tracker, key: str, folder: Path, *, python: Sequence[str] = (sys.executable,), count: int = 1
-) -> Iterator[psutil.Process]:
+    tracker: Tracker, key: str, folder: Path, *, python: Sequence[str] = (sys.executable,), count: int = 1,
+    arguments: Sequence[str] = (),
+) -> Iterator[psutil.Process]:  # fmt: skip
     """An agent that has joined as board number `count` of its key. `folder`: its temporary files lie there."""
     process = subprocess.Popen(
         [
             *python, "-m", "workers.devices.board", "--tracker", f"127.0.0.1:{tracker.port}", "--key", key,
-            "--host", "127.0.0.1", "--port", "19300",
+            "--host", "127.0.0.1", "--port", "19300", *arguments,
         ],
         env={**os.environ, "TMPDIR": str(folder)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip

@@ -24,11 +24,15 @@ def object_for(arch: str, folder: Path) -> Path:
 
 
 def test_this_machine(host: Host, tmp_path: Path) -> None:
-    """This machine's linker makes a library that loads; what the linker says of a wrong object is the error."""
+    """This machine's linker makes a library that loads, whatever its name ends in (tvm#5747); what the linker says of a
+    wrong object is the error."""
     arch = arch_of(host.target_json)
     assert arch == platform.machine()
-    linker_for(arch).link(tmp_path / "kernel.so", [object_for(arch, tmp_path)])
+    compiled = object_for(arch, tmp_path)
+    linker_for(arch).link(tmp_path / "kernel.so", [compiled])
     assert tvm.runtime.load_module(str(tmp_path / "kernel.so"))["main"] is not None
+    linker_for(arch).link(tmp_path / "kernel.odd", [compiled])
+    assert (tmp_path / "kernel.odd").read_bytes() == (tmp_path / "kernel.so").read_bytes()
     (tmp_path / "wrong.o").write_text("no object")
     with pytest.raises(LinkFailed, match=r"^ld: .*wrong\.o"):
         linker_for(arch).link(tmp_path / "wrong.so", [tmp_path / "wrong.o"])
@@ -37,7 +41,7 @@ def test_this_machine(host: Host, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", _OTHERS)
 def test_other_machines(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM compiles for each architecture that there may be a linker for; where there is none, the message says what to
-    install. A library of the wrong machine is found by its header, and removed."""
+    install (tvm#376). A library of the wrong machine is found by its header, and removed."""
     path = object_for(arch, tmp_path)
     check_machine(path, arch)
     with pytest.raises(WrongMachine, match=f"is for {arch}, not for {platform.machine()}"):

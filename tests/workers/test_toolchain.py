@@ -30,7 +30,7 @@ def test_installed_is_tested() -> None:
         {"apache-tvm": "0.27.0"},
         {"apache-tvm": "0.28.0"},
         {"apache-tvm": None},
-        {"xgboost": None},  # tvm#11409
+        {"xgboost": None},  # tvm#11409, tvm#12009
         {"xgboost": "4.0.0"},
         {"xgboost": "3.20.0"},
         {"xgboost": "3.1.9"},

@@ -24,13 +24,13 @@ from workers.processes import die_with_parent
 #: The packed function that tells who and how the board is, as JSON: `probe` says what.
 PROBE: Final = "tunery.board.probe"
 #: What a worker and a board must agree on: it grows when the probe, a step (`board_steps`) or its arguments change.
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
     """Who this board is and how it is now: `facts`, which the worker judges (`identity.CpuFacts` as JSON), `governor`
-    of its clocks, `temperature_c` of its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work. None
-    is what the kernel does not tell. And `protocol`, which is `PROTOCOL`.
+    of its clocks, `temperature_c` of its hottest zone, `free_memory_bytes`, `free_disk_bytes` where sessions work,
+    `glibc`, the version of the C library. None is what is not told, or not there. And `protocol`, which is `PROTOCOL`.
     """
     disk = os.statvfs(Path.cwd())
     return {
@@ -40,6 +40,7 @@ def probe(root: Path = Path("/")) -> dict[str, Any]:
         "temperature_c": temperature_c(root / "sys/class/thermal"),
         "free_memory_bytes": _free_memory_bytes(root / "proc/meminfo"),
         "free_disk_bytes": disk.f_bavail * disk.f_frsize,
+        "glibc": _glibc(),
     }
 
 
@@ -49,6 +50,14 @@ def _free_memory_bytes(path: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"{path} has no MemAvailable")
+
+
+def _glibc() -> str | None:
+    """Such as "2.36". None where the C library is another one."""
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ") or None
+    except (OSError, ValueError):
+        return None
 
 
 def confine(folder: Any) -> None:

@@ -75,14 +75,16 @@ class Session:
             )
         return found
 
-    def expect(self, identity: DeviceIdentity) -> None:
-        """OtherDevice unless the board is of this device."""
-        found = identity_of(CpuFacts.from_json(self.probe()["facts"]))
+    def expect(self, identity: DeviceIdentity) -> dict[str, Any]:
+        """What `probe` answers. OtherDevice unless the board is of this device."""
+        told = self.probe()
+        found = identity_of(CpuFacts.from_json(told["facts"]))
         if found != identity:
             raise OtherDevice(
                 f"the board at {self.lease.address} is a {found.name}, not a {identity.name}: give each kind of board "
                 "a key of its own"
             )
+        return told
 
     def upload(self, path: str | Path, name: str) -> None:
         data = Path(path).read_bytes()

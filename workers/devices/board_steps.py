@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import tvm.runtime
 
+from workers.devices import roof
 from workers.packaging.running import load_library, outputs_of, set_threads, time_in_turns
 from workers.search import sampling
 from workers.search.candidates import Built, Measurement
@@ -81,6 +82,14 @@ def time_libraries(
     return time_in_turns(callers, rounds, min_sample_s)
 
 
+def measure_roof(plan: Mapping[str, Any], libraries: Mapping[str, str]) -> dict[str, float]:
+    """`roof.time_kernels`, of kernels by name."""
+    found = roof.Plan(**plan)
+    set_threads(found.threads)
+    kernels = {name: tvm.runtime.load_module(path)["main"] for name, path in libraries.items()}
+    return asdict(roof.time_kernels(found, kernels))
+
+
 def _tensors(path: str) -> list[Any]:
     with np.load(path) as arrays:
         return [tvm.runtime.tensor(arrays[f"arr_{number}"]) for number in range(len(arrays.files))]
@@ -88,5 +97,5 @@ def _tensors(path: str) -> list[Any]:
 
 #: By name.
 STEPS: Final[Mapping[str, Callable[..., Any]]] = {
-    function.__name__: function for function in (measure, measure_in_turn, infer, time_libraries)
+    function.__name__: function for function in (measure, measure_in_turn, infer, time_libraries, measure_roof)
 }

@@ -18,8 +18,7 @@ from typing import Any, Final, Self
 
 from tuning_db.keys import DeviceIdentity
 
-#: LLVM's name of each x86 feature that changes generated code → the kernel's name in /proc/cpuinfo.
-X86_FEATURES: Final[Mapping[str, str]] = {
+_X86_FEATURES: Final[Mapping[str, str]] = {
     "sse3": "pni", "ssse3": "ssse3", "sse4.1": "sse4_1", "sse4.2": "sse4_2", "sse4a": "sse4a", "popcnt": "popcnt",
     "cx16": "cx16", "movbe": "movbe", "lzcnt": "abm", "bmi": "bmi1", "bmi2": "bmi2", "adx": "adx", "f16c": "f16c",
     "fma": "fma", "fma4": "fma4", "xop": "xop", "avx": "avx", "avx2": "avx2", "aes": "aes", "pclmul": "pclmulqdq",
@@ -31,12 +30,28 @@ X86_FEATURES: Final[Mapping[str, str]] = {
     "amx-tile": "amx_tile", "amx-int8": "amx_int8", "amx-bf16": "amx_bf16",
 }  # fmt: skip
 
-#: The same for aarch64.
-AARCH64_FEATURES: Final[Mapping[str, str]] = {
+_AARCH64_FEATURES: Final[Mapping[str, str]] = {
     "neon": "asimd", "aes": "aes", "sha2": "sha2", "crc": "crc32", "lse": "atomics", "rdm": "asimdrdm",
     "fullfp16": "fphp", "dotprod": "asimddp", "fp16fml": "asimdfhm", "sve": "sve", "sve2": "sve2", "i8mm": "i8mm",
     "bf16": "bf16",
 }  # fmt: skip
+
+_ARMV7_FEATURES: Final[Mapping[str, str]] = {
+    "neon": "neon", "vfp4": "vfpv4", "hwdiv": "idivt", "hwdiv-arm": "idiva", "aes": "aes", "sha2": "sha2",
+    "crc": "crc32", "fullfp16": "fphp", "dotprod": "asimddp",
+}  # fmt: skip
+
+#: Here both call an extension what the standard does. None that another one brings along is listed.
+_RISCV_FEATURES: Final[Mapping[str, str]] = {
+    name: name for name in ("m", "a", "f", "d", "c", "v", "zba", "zbb", "zbc", "zbs", "zfh", "zicond", "zvfh")
+}
+
+#: By what `uname -m` says: LLVM's name of each feature that changes generated code → the kernel's in /proc/cpuinfo.
+FEATURES: Final[Mapping[str, Mapping[str, str]]] = {
+    "x86_64": _X86_FEATURES, "aarch64": _AARCH64_FEATURES, "armv7l": _ARMV7_FEATURES, "riscv64": _RISCV_FEATURES,
+}  # fmt: skip
+#: What Linux distributions are compiled for, and code for the architecture is here.
+_REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {"armv7l": ("neon",), "riscv64": ("m", "a", "f", "d", "c")}
 
 
 class UnusableDevice(Exception):
@@ -73,7 +88,7 @@ class CpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """A kind of core of an aarch64 machine, by the fields of its MIDR register."""
+    """A kind of core of an Arm machine, by the fields of its MIDR register."""
 
     implementer: int
     part: int
@@ -82,7 +97,7 @@ class _Core:
 
     @property
     def mcpu(self) -> str:
-        """LLVM's name; "generic", which runs on every aarch64, for one that is not in the table."""
+        """LLVM's name; "generic", which runs on all of the architecture, for one that is not in the table."""
         return _ARM_CORES.get((self.implementer, self.part), ("", "generic"))[1]
 
     def __str__(self) -> str:
@@ -101,6 +116,9 @@ def identity_of(facts: CpuFacts) -> DeviceIdentity:
         model += f" (family {fields['cpu family']} model {fields['model']} stepping {fields['stepping']})"
         model = model.removeprefix(f"{vendor} ")
         cores = facts.cores
+    elif facts.arch == "riscv64":
+        found = sorted({_riscv_core(fields) for fields in processors})
+        vendor, model, cores = found[0][0], " + ".join(name for _, name in found), facts.cores
     else:
         kinds = _kinds(processors)
         # Beside a kind of its own each core is known by how many there are of it; alike, by the cores in use.
@@ -120,11 +138,14 @@ def mcpu_of(facts: CpuFacts) -> str:
     """LLVM's name of the CPU, of its fastest kind of core where it has several.
 
     By vendor, family, model and part, as LLVM finds it on the CPU itself (llvm/lib/TargetParser/Host.cpp); a CPU that
-    is in no table has the x86-64 psABI's level of its features, or "generic".
+    is in no table has the x86-64 psABI's level of its features, or is "generic".
     """
     processors = _processors(facts)
-    if facts.arch == "aarch64":
+    if facts.arch in ("aarch64", "armv7l"):
         return _fastest(facts, processors).mcpu
+    if facts.arch == "riscv64":
+        names = {_RISCV_CORES.get(fields["uarch"], "generic-rv64") for fields in processors}
+        return names.pop() if len(names) == 1 else "generic-rv64"
     fields = processors[0]
     flags = set(fields["flags"].split())
     family, model = int(fields["cpu family"]), int(fields["model"])
@@ -151,13 +172,15 @@ def mcpu_of(facts: CpuFacts) -> str:
 _IDENTIFYING: Final[Mapping[str, tuple[str, ...]]] = {
     "x86_64": ("vendor_id", "model name", "cpu family", "model", "stepping", "flags"),
     "aarch64": ("Features", "CPU implementer", "CPU part", "CPU variant", "CPU revision"),
+    "armv7l": ("Features", "CPU implementer", "CPU part", "CPU variant", "CPU revision"),
+    "riscv64": ("isa", "uarch"),
 }
 
 
 def _processors(facts: CpuFacts) -> list[dict[str, str]]:
     """The fields of each processor that the kernel lists, by number; all hold what identifies."""
     if facts.arch not in _IDENTIFYING:
-        raise UnusableDevice(f"{facts.arch} CPUs are not supported; x86_64 and aarch64 are")
+        raise UnusableDevice(f"{facts.arch} CPUs are not supported; {', '.join(_IDENTIFYING)} are")
     blocks = (
         dict(re.findall(r"(?m)^([^\t\n:]+?)\s*:[ \t]?(.*?)[ \t]*$", block))
         for block in re.split(r"\n\s*\n", facts.cpuinfo)
@@ -182,6 +205,13 @@ def _core(fields: Mapping[str, str]) -> _Core:
     )
 
 
+def _riscv_core(fields: Mapping[str, str]) -> tuple[str, str]:
+    """Who made a kind of core, and its name with the version that it tells of itself, which kernels show since 6.3."""
+    maker, _, name = fields["uarch"].rpartition(",")
+    version = fields.get("mimpid", "")
+    return _RISCV_MAKERS.get(maker, maker or "RISC-V"), f"{name} {version}".rstrip()
+
+
 def _kinds(processors: Sequence[Mapping[str, str]]) -> Counter[_Core]:
     return Counter(_core(fields) for fields in processors)
 
@@ -198,9 +228,22 @@ def _fastest(facts: CpuFacts, processors: Sequence[Mapping[str, str]]) -> _Core:
 
 def _features(facts: CpuFacts, processors: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """LLVM's names of what every core has: a thread may be moved to any."""
-    line, table = ("flags", X86_FEATURES) if facts.arch == "x86_64" else ("Features", AARCH64_FEATURES)
-    present = set.intersection(*(set(fields[line].split()) for fields in processors))
-    return tuple(sorted(llvm for llvm, kernel in table.items() if kernel in present))
+    if facts.arch == "riscv64":
+        listed = [_extensions(fields["isa"]) for fields in processors]
+    else:
+        listed = [set(fields["flags" if facts.arch == "x86_64" else "Features"].split()) for fields in processors]
+    present = set.intersection(*listed)
+    found = tuple(sorted(llvm for llvm, kernel in FEATURES[facts.arch].items() if kernel in present))
+    lacking = [name for name in _REQUIRED.get(facts.arch, ()) if name not in found]
+    if lacking:
+        raise UnusableDevice(f"{facts.arch} CPUs without {', '.join(lacking)} are not supported")
+    return found
+
+
+def _extensions(isa: str) -> set[str]:
+    """Of RISC-V, from its `isa` as "rv64imafdcv_zicntr_zba"."""
+    letters, *longer = isa.lower().removeprefix("rv64").split("_")
+    return {*letters.replace("g", "imafd"), *longer}
 
 
 _X86_VENDORS: Final[Mapping[str, str]] = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
@@ -244,6 +287,9 @@ _ARM_IMPLEMENTERS: Final[Mapping[int, str]] = {
 }  # fmt: skip
 #: Implementer and part → the core's name, LLVM's name.
 _ARM_CORES: Final[Mapping[tuple[int, int], tuple[str, str]]] = {
+    (0x41, 0xC05): ("Cortex-A5", "cortex-a5"), (0x41, 0xC07): ("Cortex-A7", "cortex-a7"),
+    (0x41, 0xC08): ("Cortex-A8", "cortex-a8"), (0x41, 0xC09): ("Cortex-A9", "cortex-a9"),
+    (0x41, 0xC0E): ("Cortex-A17", "cortex-a17"), (0x41, 0xC0F): ("Cortex-A15", "cortex-a15"),
     (0x41, 0xD03): ("Cortex-A53", "cortex-a53"), (0x41, 0xD04): ("Cortex-A35", "cortex-a35"),
     (0x41, 0xD05): ("Cortex-A55", "cortex-a55"), (0x41, 0xD07): ("Cortex-A57", "cortex-a57"),
     (0x41, 0xD08): ("Cortex-A72", "cortex-a72"), (0x41, 0xD09): ("Cortex-A73", "cortex-a73"),
@@ -265,6 +311,15 @@ _ARM_CORES: Final[Mapping[tuple[int, int], tuple[str, str]]] = {
     (0x61, 0x028): ("Icestorm-M1-Max", "apple-a14"), (0x61, 0x029): ("Firestorm-M1-Max", "apple-a14"),
     (0x61, 0x032): ("Blizzard-M2", "apple-a15"), (0x61, 0x033): ("Avalanche-M2", "apple-a15"),
     (0xC0, 0xAC3): ("AmpereOne", "ampere1"), (0xC0, 0xAC4): ("AmpereOne-A", "ampere1a"),
+}  # fmt: skip
+
+_RISCV_MAKERS: Final[Mapping[str, str]] = {
+    "eswin": "ESWIN", "sifive": "SiFive", "spacemit": "SpacemiT", "thead": "T-Head",
+}  # fmt: skip
+#: `uarch`, which is the device tree's name of the core → LLVM's name.
+_RISCV_CORES: Final[Mapping[str, str]] = {
+    "eswin,eic770x": "sifive-p550", "sifive,bullet0": "sifive-u74", "sifive,u74-mc": "sifive-u74",
+    "spacemit,x60": "spacemit-x60",
 }  # fmt: skip
 
 

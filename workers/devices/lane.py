@@ -127,7 +127,9 @@ class BoardLane(_CpuLane):
         return RpcRunner(server, self.boards, identity, Measurement(threads=identity.cores), warn=warn)
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
-        return None
+        from workers.devices import board_roof
+
+        return lambda: board_roof.measure(self.boards, key.device, key.target)
 
     def board(self, key: ArtifactKey, timeout_s: float) -> OnBoard | None:
         from workers.packaging.on_board import OnBoard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def read_facts() -> CpuFacts:
     max_khz = _max_khz(Path("/sys/devices/system/cpu"))
     fastest = min((number for number, khz in max_khz if khz == max(khz for _, khz in max_khz)), default=0)
     return CpuFacts(
-        arch=platform.machine(),
+        arch=_arch(platform.machine(), sys.maxsize),
         cpuinfo=Path("/proc/cpuinfo").read_text(),
         cores=host_cores(),
         cache_bytes=_cache_sizes(Path(f"/sys/devices/system/cpu/cpu{fastest}/cache")),
@@ -36,9 +37,14 @@ def host_cores() -> int:
 
 def vector_registers(arch: str, features: Collection[str]) -> tuple[int, int]:
     """Float32 numbers in a vector register, and how many of these there are."""
-    if arch != "x86_64":
+    if arch == "aarch64":
         # SVE's vectors have no length that is known here; code for NEON runs on every aarch64.
         return 4, 32
+    if arch == "armv7l":
+        return 4, 16
+    if arch == "riscv64":
+        # Vectors of at least 128 bits; without them, four of the 32 numbers at a time.
+        return 4, (32 if "v" in features else 8)
     if "avx512f" in features:
         return 16, 32
     return (8 if "avx" in features else 4), 16
@@ -48,8 +54,10 @@ def dot_of(arch: str, features: Collection[str]) -> str:
     """How this CPU adds dot products of bytes to whole registers (`workers.search.templates.dot`); "" if in none of
     the ways that templates know."""
     present = set(features)
-    if arch != "x86_64":
+    if arch == "aarch64":
         return USDOT if "i8mm" in present else SDOT if "dotprod" in present else ""
+    if arch != "x86_64":
+        return ""
     if "avx512f" in present:
         if "avx512vnni" in present:
             return VPDPBUSD
@@ -72,6 +80,12 @@ def probe() -> tuple[DeviceIdentity, str]:
     facts = read_facts()
     identity = identity_of(facts)
     return identity, target_of(identity, mcpu_of(facts))
+
+
+def _arch(machine: str, largest: int) -> str:
+    """What code for this process is for. `machine`: as `uname -m` says, which is the kernel's; `largest`: that a
+    pointer can be. Kernels of 64 bits run programs of 32, as on many a Raspberry Pi."""
+    return "armv7l" if machine in ("aarch64", "armv8l") and largest < 1 << 32 else machine
 
 
 def _usable_cores(cpu_max: Path) -> int:

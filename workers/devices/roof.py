@@ -1,4 +1,5 @@
-"""How much the CPU of this machine can do at most: multiply-adds a second, and bytes a second from memory and from L2.
+"""How much a CPU can do at most: multiply-adds a second, and bytes a second from memory and from L2. Here that of this
+machine; `board_roof` has that of a board.
 
 Measured by kernels that TVM's LLVM compiles for the device's target, so that it is the roof of what this toolchain can
 reach (the roofline model: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009). The process is one of its own,
@@ -67,11 +68,18 @@ def measure(target: str, cache_bytes: Sequence[int], threads: int, *, deadline_s
     Takes 3 to 5 s, TVM's import included, and longer on a busy machine. Raises RoofNotMeasured.
     """
     spec = _Spec(target, tuple(cache_bytes), threads)
-    environment = {**os.environ, "TVM_NUM_THREADS": str(threads), "TVM_BIND_THREADS": "0"}
+    environment = {"TVM_NUM_THREADS": str(threads), "TVM_BIND_THREADS": "0"}
+    return measured_apart("workers.devices.roof", asdict(spec), environment, deadline_s)
+
+
+def measured_apart(
+    module: str, spec: Mapping[str, Any], environment: Mapping[str, str], deadline_s: float
+) -> RoofMeasurement:
+    """What `python -m module SPEC PARENT` prints. Raises RoofNotMeasured."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.devices.roof", json.dumps(asdict(spec)), str(os.getpid())],
-            capture_output=True, text=True, env=environment, timeout=deadline_s,
+            [sys.executable, "-m", module, json.dumps(spec), str(os.getpid())],
+            capture_output=True, text=True, env={**os.environ, **environment}, timeout=deadline_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RoofNotMeasured(f"the roof was not measured within {deadline_s:.0f} s") from None
@@ -181,46 +189,72 @@ def compile_kernel(function: Any, target: Any) -> Any:
     return tvm.compile(tvm.IRModule({"main": function}), target=target)
 
 
-# --- In the measuring process -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is timed: whoever compiles the kernels makes it, whoever times them follows it."""
+
+    lanes: int  #: as in `Registers`
+    count: int
+    threads: int
+    triad_vectors: int  #: of each thread
+    resident_vectors: int
+
+    @classmethod
+    def of(cls, target: Any, cache_bytes: Sequence[int], threads: int, memory_bytes: int) -> Plan:
+        """For a device of TVM's `target` with these caches of a core and so much memory."""
+        registers = Registers.of(target)
+        level1, level2, last = caches(cache_bytes)
+        vector_bytes = 4 * registers.lanes
+        # Each array four times the last cache: STREAM's rule for data of which none is left when it comes again.
+        array_bytes = min(4 * last, int(memory_bytes * _MEMORY_SHARE / 3))
+        # Well past L1 and, whether the cores share L2 or not, within it.
+        resident = max(4 * level1, level2 // (2 * threads)) // (2 * vector_bytes)
+        return cls(registers.lanes, registers.count, threads, array_bytes // (threads * vector_bytes), resident)
+
+    @property
+    def registers(self) -> Registers:
+        return Registers(self.lanes, self.count)
+
+    def kernels(self) -> dict[str, Any]:
+        """The kernels that `time_kernels` wants, to be compiled."""
+        flops = {f"fma{threads}": fma_kernel(self.registers, threads) for threads in (1, self.threads)}
+        return {
+            **flops,
+            "triad": triad_kernel(self.registers, self.threads, self.triad_vectors),
+            "resident": resident_kernel(self.registers, self.threads, self.resident_vectors),
+        }
 
 
-def run(spec: _Spec) -> RoofMeasurement:
-    """Compile and time everything in this process, whose TVM must take `spec.threads` threads."""
-    import tvm
+# --- In the measuring process, here or on a board: TVM's runtime is enough --------------------------------------------
 
-    target = tvm.target.Target(json.loads(spec.target))
-    registers = Registers.of(target)
-    level1, level2, last = caches(spec.cache_bytes)
-    flops = {threads: _flops_per_s(registers, threads, target) for threads in (1, spec.threads)}
+
+def time_kernels(plan: Plan, kernels: Mapping[str, Callable[..., object]]) -> RoofMeasurement:
+    """Time the compiled kernels in this process, whose TVM must take `plan.threads` threads."""
+    import tvm.runtime
+
+    registers, threads = plan.registers, plan.threads
+    flops = {count: _flops_per_s(kernels[f"fma{count}"], registers, count) for count in (1, threads)}
 
     vector_bytes = 4 * registers.lanes
-    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Each array four times the last cache, which is STREAM's rule for data of which none is left when it comes again.
-    array_bytes = min(4 * last, int(physical_bytes * _MEMORY_SHARE / 3))
-    vectors = array_bytes // (spec.threads * vector_bytes)
-    triad = compile_kernel(triad_kernel(registers, spec.threads, vectors), target)["main"]
-    shape = (spec.threads, vectors, registers.lanes)
-    arrays = [tvm.runtime.empty(shape, "float32") for _ in range(3)]
+    triad, vectors = kernels["triad"], plan.triad_vectors
+    arrays = [tvm.runtime.empty((threads, vectors, registers.lanes), "float32") for _ in range(3)]
     for turn in range(3):  # memory that was never written is the kernel's one page of zeros: write each of them first
         triad(*arrays[turn:], *arrays[:turn])
-    bytes_per_s = 3 * spec.threads * vectors * vector_bytes / _shortest_s(lambda: triad(*arrays))
+    bytes_per_s = 3 * threads * vectors * vector_bytes / _shortest_s(lambda: triad(*arrays))
     del arrays
 
-    # Well past L1 and, whether the cores share L2 or not, within it.
-    vectors = max(4 * level1, level2 // (2 * spec.threads)) // (2 * vector_bytes)
-    resident = compile_kernel(resident_kernel(registers, spec.threads, vectors), target)["main"]
-    arrays = [_array((spec.threads, vectors, registers.lanes), value) for value in (1.0, 0.0)]
+    resident, vectors = kernels["resident"], plan.resident_vectors
+    arrays = [_array((threads, vectors, registers.lanes), value) for value in (1.0, 0.0)]
     step_s = _step_s(lambda steps: resident(*arrays, steps))
     return RoofMeasurement(
         flops_per_s=max(flops.values()),
         flops_per_s_one_thread=flops[1],
         bytes_per_s=bytes_per_s,
-        l2_bytes_per_s=3 * spec.threads * vectors * vector_bytes / step_s,
+        l2_bytes_per_s=3 * threads * vectors * vector_bytes / step_s,
     )
 
 
-def _flops_per_s(registers: Registers, threads: int, target: Any) -> float:
-    kernel = compile_kernel(fma_kernel(registers, threads), target)["main"]
+def _flops_per_s(kernel: Callable[..., object], registers: Registers, threads: int) -> float:
     half = [_array((registers.lanes,), 0.5) for _ in range(2)]
     out = _array((threads, registers.accumulators, registers.lanes), 0.0)
     step_s = _step_s(lambda steps: kernel(*half, out, steps))
@@ -235,7 +269,7 @@ def caches(cache_bytes: Sequence[int]) -> tuple[int, int, int]:
 
 def _array(shape: tuple[int, ...], value: float) -> Any:
     import numpy as np
-    import tvm
+    import tvm.runtime
 
     return tvm.runtime.tensor(np.full(shape, value, dtype=np.float32))
 
@@ -258,6 +292,16 @@ def _shortest_s(call: Callable[[], object], seconds: float = _SECONDS_EACH) -> f
         call()
         samples.append(time.perf_counter() - start_s)
     return min(samples)
+
+
+def run(spec: _Spec) -> RoofMeasurement:
+    """Compile and time everything in this process."""
+    import tvm
+
+    target = tvm.target.Target(json.loads(spec.target))
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    plan = Plan.of(target, spec.cache_bytes, spec.threads, physical_bytes)
+    return time_kernels(plan, {n: compile_kernel(f, target)["main"] for n, f in plan.kernels().items()})
 
 
 def main(arguments: Sequence[str]) -> int:

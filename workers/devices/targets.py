@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tuning_db.keys import BuildOptions, DeviceIdentity, canonical_json
-from workers.devices.identity import AARCH64_FEATURES, X86_FEATURES, UnusableDevice
+from workers.devices.identity import FEATURES, UnusableDevice
 from workers.linker import arch_of, triple_of
 
 #: LLVM's fast-math flags behind each option. Neither has `nnan` or `ninf`, with which a compiler takes NaN and
@@ -19,6 +19,8 @@ _FLAGS: Final = {
     "fast_math": ("fast-math-arcp", "fast-math-contract", "fast-math-nsz"),
     "reassociation": ("fast-math-nsz", "fast-math-reassoc"),
 }
+#: How functions are called on Linux there, of which the architecture has several ways: numbers in their own registers.
+_CALLS: Final[Mapping[str, Mapping[str, str]]] = {"armv7l": {"mfloat-abi": "hard"}, "riscv64": {"mabi": "lp64d"}}
 #: What every GPU since compute capability 5.0 grants a block without being asked (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"): MetaSchedule refuses a target that does not tell.
 _CUDA_LIMITS: Final = {
@@ -38,11 +40,12 @@ def target_of(identity: DeviceIdentity, mcpu: str) -> str:
 
     triple = triple_of(identity.arch)
     base: dict[str, Any] = {"kind": "llvm", "mtriple": triple, "mcpu": mcpu, "num-cores": identity.cores}
+    base |= _CALLS.get(identity.arch, {})
     probe = tvm.target.Target({"kind": "llvm", "mtriple": triple})
     if mcpu not in {str(name) for name in codegen.llvm_get_cpu_archlist(probe)}:
         raise UnusableDevice(f"LLVM {codegen.llvm_version_major()} does not know the CPU {mcpu!r} for {triple}")
     assumed = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(base))}
-    table = X86_FEATURES if identity.arch == "x86_64" else AARCH64_FEATURES
+    table = FEATURES[identity.arch]
     # A feature that LLVM cannot spell is not asked for, and one that it assumes of the model but is hidden is denied.
     present = set(identity.features)
     attributes = [f"+{name}" for name in sorted(present - assumed) if _is_known(base, name)]
@@ -76,7 +79,7 @@ def beyond(target_json: str, identity: DeviceIdentity) -> tuple[str, ...]:
     arch = arch_of(target_json)
     if arch != identity.arch:
         return (arch,)
-    table = X86_FEATURES if arch == "x86_64" else AARCH64_FEATURES
+    table = FEATURES[arch]
     used = {str(name) for name in codegen.llvm_get_cpu_features(tvm.target.Target(json.loads(target_json)))}
     return tuple(sorted(used & set(table) - set(identity.features)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from tuning_db.keys import DeviceIdentity, Json
 from workers.devices.board_session import CONNECT_S, Session, import_client
 from workers.devices.targets import beyond
 from workers.devices.tracker import Boards, Tracker
+from workers.elf import Elf
 from workers.packaging.running import LibraryRefused, Ran
 from workers.search.forkserver import ChildFailed
 
@@ -50,8 +52,10 @@ def run_on_board(
     signal.setitimer(signal.ITIMER_REAL, CONNECT_S)
     session = Session(lease, timeout_s=board.timeout_s)
     identity = DeviceIdentity.from_json(board.device)
-    session.expect(identity)
+    told = session.expect(identity)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    for label, path in libraries.items():
+        require_glibc(label, Path(path).read_bytes(), told["glibc"], identity.name)
     lacking = ", ".join(beyond(board.target, identity))
     if lacking and not board.force:
         raise LibraryRefused(f"refused before it ran: its target may use {lacking}, which {identity.name} has not")
@@ -79,6 +83,25 @@ def run_on_board(
         raise LibraryRefused(f"timing the libraries on {identity.name}: {failure}") from None
     session.close()
     return Ran(outputs, samples)
+
+
+def require_glibc(label: str, library: bytes, there: str | None, board: str) -> None:
+    """LibraryRefused if the library asks for a version of the C library that the board, which has `there`, has not:
+    it was linked against this machine's, and does not load on an older system."""
+    needed = max((_glibc_version(version) for _, version in Elf(library).versions_needed()), default=())
+    if needed and needed > (_glibc_version(f"GLIBC_{there}") or ()):
+        version = ".".join(map(str, needed))
+        has = f"glibc {there}" if there else "a C library that is not glibc"
+        raise LibraryRefused(
+            f"refused before it ran: the {label} library needs GLIBC_{version}, and {board} has {has}: run the worker "
+            "on a system that is as old as the board's"
+        )
+
+
+def _glibc_version(name: str) -> tuple[int, ...]:
+    """Of a version's name as in ELF files; empty for other names, GLIBC_PRIVATE among them."""
+    found = re.fullmatch(r"GLIBC_(\d+(?:\.\d+)+)", name)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
 def _arrays(npz: bytes) -> list[NDArray[Any]]:

@@ -29,7 +29,8 @@ class Gpu:
     facts: GpuFacts
     uuid: str
     cores: int = 0  #: nvmlDeviceGetNumGpuCores
-    slices: tuple[Gpu, ...] | None = None  #: None: cannot be divided. Empty: is divided, into nothing
+    divided: bool | None = None  #: None: cannot be
+    slices: tuple[Gpu, ...] = ()
 
 
 @dataclass
@@ -88,14 +89,14 @@ class Recorded:
         return SimpleNamespace(multiprocessorCount=gpu.facts.multiprocessors)
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
-        if gpu.slices is None:
+        if gpu.divided is None:
             raise NVMLError_NotSupported("Not Supported")
-        return int(bool(gpu.slices)), int(bool(gpu.slices))
+        return int(gpu.divided), int(gpu.divided)
 
     def nvmlDeviceGetMaxMigDeviceCount(self, _gpu: Gpu) -> int:  # noqa: N802
         return 7
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: int) -> Gpu:  # noqa: N802
-        if gpu.slices is None or index >= len(gpu.slices):
+        if index >= len(gpu.slices):
             raise NVMLError_NotFound("Not Found")
         return gpu.slices[index]

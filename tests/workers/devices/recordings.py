@@ -40,6 +40,66 @@ RASPBERRY_PI_3: Final = CpuFacts(
     4, (), "Raspberry Pi 3 Model B Rev 1.2", ("raspberrypi,3-model-b", "brcm,bcm2837"),
 )  # fmt: skip
 
+
+def _armv7(revision: int, bogomips: str, features: str, part: str) -> str:
+    return (
+        f"model name\t: ARMv7 Processor rev {revision} (v7l)\nBogoMIPS\t: {bogomips}\nFeatures\t: {features} \n"
+        "CPU implementer\t: 0x41\nCPU architecture: 7\nCPU variant\t: 0x0\n"
+        f"CPU part\t: {part}\nCPU revision\t: {revision}"
+    )
+
+
+_ARMV7_FEATURES = "half thumb fastmult vfp edsp neon vfpv3 tls vfpv4 idiva idivt vfpd32 lpae evtstrm"
+# github.com/raspberrypi/documentation issue 906; device tree: Linux, bcm2836-rpi-2-b.dts.
+RASPBERRY_PI_2: Final = CpuFacts(
+    "armv7l",
+    _cpuinfo(
+        (4, _armv7(5, "38.40", _ARMV7_FEATURES, "0xc07")),
+        board="Hardware\t: BCM2835\nRevision\t: a01041\nSerial\t\t: 0000000088506974\n",
+    ),
+    4, (), "Raspberry Pi 2 Model B Rev 1.1", ("raspberrypi,2-model-b", "brcm,bcm2836"),
+)  # fmt: skip
+
+# The Raspberry Pi 3 with a system of 32 bits: github.com/kidoman/embd pull request 79.
+RASPBERRY_PI_3_OF_32_BITS: Final = CpuFacts(
+    "armv7l",
+    _cpuinfo(
+        (4, _armv7(4, "38.40", f"{_ARMV7_FEATURES} crc32", "0xd03")),
+        board="Hardware\t: BCM2835\nRevision\t: a02082\n",
+    ),
+    4, (), "Raspberry Pi 3 Model B Rev 1.2", ("raspberrypi,3-model-b", "brcm,bcm2837"),
+)  # fmt: skip
+
+
+def _riscv64(isa: str, uarch: str, vendor: str, architecture: str, version: str) -> str:
+    return (
+        f"hart\t\t: 0\nisa\t\t: {isa}\nmmu\t\t: sv39\nuarch\t\t: {uarch}\nmvendorid\t: {vendor}\n"
+        f"marchid\t\t: {architecture}\nmimpid\t\t: {version}\nhart isa\t: {isa}"
+    )
+
+
+# github.com/hrw/arm-socs-table, cpuinfo-data/rv-jh7110-starfive-visionfive2, all harts written as number 0; device
+# tree: Linux, jh7110-starfive-visionfive-2-v1.3b.dts and jh7110.dtsi.
+VISIONFIVE_2: Final = CpuFacts(
+    "riscv64",
+    _cpuinfo((4, _riscv64(
+        "rv64imafdc_zicntr_zicsr_zifencei_zihpm_zaamo_zalrsc_zca_zcd_zba_zbb", "sifive,u74-mc", "0x489",
+        "0x8000000000000007", "0x4210427",
+    ))),
+    4, (32768, 2097152), "StarFive VisionFive 2 v1.3B", ("starfive,visionfive-2-v1.3b", "starfive,jh7110"),
+)  # fmt: skip
+
+# github.com/hrw/arm-socs-table, cpuinfo-data/rv-spacemit-x60-milk-v-jupiter, likewise.
+MILKV_JUPITER: Final = CpuFacts(
+    "riscv64",
+    _cpuinfo((8, "model name\t: Spacemit(R) X60\n" + _riscv64(
+        "rv64imafdcv_zicbom_zicboz_zicntr_zicond_zicsr_zifencei_zihintpause_zihpm_zaamo_zalrsc_zfh_zfhmin_zca_zcd_zba_"
+        "zbb_zbc_zbs_zkt_zve32f_zve32x_zve64d_zve64f_zve64x_zvfh_zvfhmin_zvkt_sscofpmf_sstc_svinval_svnapot_svpbmt",
+        "spacemit,x60", "0x710", "0x8000000058000001", "0x1000000049772200",
+    ))),
+    8, (), None, ("spacemit,k1",),
+)  # fmt: skip
+
 # github.com/hrw/arm-socs-table, cpuinfo-data/raspberry-pi4; the last block: fastfetch-cli/fastfetch issue 1529.
 RASPBERRY_PI_4: Final = CpuFacts(
     "aarch64",
@@ -164,13 +224,17 @@ XEON: Final = CpuFacts(
 
 #: Each with LLVM's name of its CPU.
 CPUS: Final[dict[str, tuple[CpuFacts, str]]] = {
+    "raspberry-pi-2": (RASPBERRY_PI_2, "cortex-a7"),
     "raspberry-pi-3": (RASPBERRY_PI_3, "cortex-a53"),
+    "raspberry-pi-3-of-32-bits": (RASPBERRY_PI_3_OF_32_BITS, "cortex-a53"),
     "raspberry-pi-4": (RASPBERRY_PI_4, "cortex-a72"),
     "raspberry-pi-5": (RASPBERRY_PI_5, "cortex-a76"),
     "jetson-nano": (JETSON_NANO, "cortex-a57"),
     "jetson-orin": (JETSON_ORIN, "cortex-a78ae"),
     "graviton-3": (GRAVITON_3, "neoverse-v1"),
     "apple-m1": (APPLE_M1, "apple-a14"),
+    "visionfive-2": (VISIONFIVE_2, "sifive-u74"),
+    "milkv-jupiter": (MILKV_JUPITER, "spacemit-x60"),
     "epyc": (EPYC, "znver3"),
     "xeon": (XEON, "graniterapids"),
 }

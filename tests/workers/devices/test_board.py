@@ -13,13 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.workers.conftest import Host
 from tests.workers.lending import free, joined, running_agent, running_tracker, wait_until
-from workers.devices import board, boards
+from workers.devices import board, board_roof, boards
 from workers.devices.board_session import NotReady, Session
 from workers.devices.health import conditions
 from workers.devices.identity import CpuFacts, identity_of
 from workers.devices.local_cpu import read_facts
-from workers.devices.tracker import BoardBusy, NoSuchBoard, Tracker, TrackerUnreachable
+from workers.devices.roof import RoofNotMeasured
+from workers.devices.tracker import BoardBusy, Boards, NoSuchBoard, Tracker, TrackerUnreachable
 from workers.search.forkserver import ChildError
 
 KEY = "this-board"
@@ -54,6 +56,7 @@ def test_join_and_probe(tracker: Tracker, agent: psutil.Process, folder: Path) -
     assert identity_of(CpuFacts.from_json(answer["facts"])) == identity_of(read_facts())
     assert 0 < answer["free_memory_bytes"] <= psutil.virtual_memory().total
     assert answer["free_disk_bytes"] > 0
+    assert f"glibc {answer['glibc']}" == os.confstr("CS_GNU_LIBC_VERSION")
     source = folder.parent / "kernel.so"
     source.write_bytes(b"inside")
     session.upload(source, "kernel.so")
@@ -74,7 +77,8 @@ def test_join_and_probe(tracker: Tracker, agent: psutil.Process, folder: Path) -
 
 
 def test_boards_that_do_not_answer(tracker: Tracker, agent: psutil.Process) -> None:
-    """Within a deadline a board is probed, or what is wrong is named: no tracker, no such key, in use, frozen."""
+    """Within a deadline a board is probed, or what is wrong is named: no tracker, no such key (tvm#11058), in use,
+    frozen."""
     report = boards.probe_board(tracker, KEY, wait_s=60, deadline_s=60)
     assert report.identity == identity_of(read_facts())
     assert report.free_memory_bytes > 0
@@ -93,6 +97,27 @@ def test_boards_that_do_not_answer(tracker: Tracker, agent: psutil.Process) -> N
         boards.probe_board(tracker, KEY, deadline_s=1)
     server.resume()
     wait_until(lambda: free(tracker, KEY) == 1, "joining again")
+
+
+def test_roof(tracker: Tracker, agent: psutil.Process, host: Host) -> None:
+    """What a board can do at most is measured on it by the kernels that measure this machine; where no board serves
+    that is said."""
+    found = board_roof.measure(Boards(tracker, KEY, 60), host.identity, host.target_json)
+    assert 1e8 < found.flops_per_s_one_thread <= found.flops_per_s < 1e15
+    assert 1e7 < found.bytes_per_s < 1e13
+    with pytest.raises(RoofNotMeasured, match="no board has joined under key 'nobody'"):
+        board_roof.measure(Boards(tracker, "nobody", 0.5), host.identity, host.target_json)
+
+
+def test_board_that_cannot_be_reached(tracker: Tracker, tmp_path: Path) -> None:
+    """A board that tells the tracker an address at which nobody reaches it is named with that address, in the time that
+    any board has to answer (tvm#11058)."""
+    nowhere = "127.0.0.77"
+    with (
+        running_agent(tracker, "nowhere", tmp_path, arguments=["--address", nowhere]),
+        pytest.raises(boards.BoardSilent, match=rf"key 'nowhere': the board at {nowhere}:\d+ could not be asked"),
+    ):
+        boards.probe_board(tracker, "nowhere")
 
 
 def test_something_else_that_listens() -> None:
@@ -127,7 +152,8 @@ session.run("infer", ["hangs.so", [], [], 1], deadline_s=600)
 
 
 def test_client_killed_in_mid_session(tracker: Tracker, agent: psutil.Process, tmp_path: Path) -> None:
-    """A board is free again at once when the client is killed, though a kernel runs on it that never ends."""
+    """A board is free again at once when the client is killed, though a kernel runs on it that never ends
+    (tvm#12779)."""
     (tmp_path / "hangs.c").write_text("__attribute__((constructor)) static void go(void) { for (;;) ; }")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "hangs.so", tmp_path / "hangs.c"], check=True)
     client = subprocess.Popen(

@@ -39,7 +39,7 @@ from workers.packaging.running import LibraryRefused
 from workers.settings import Settings
 from workers.tuning import Attempt
 
-MACHINE = Recorded([Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, slices=())])
+MACHINE = Recorded([Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, divided=False)])
 pytestmark = pytest.mark.skipif(tvm.cuda(0).exist, reason="this machine has a GPU: benchmarks/gpu_check.sh")
 
 

@@ -16,10 +16,10 @@ from workers.devices import local_gpu
 from workers.devices.identity import GpuFacts, UnusableDevice, gpu_identity_of
 
 DRIVER = Recorded(()).driver
-WHOLE_H100 = Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, slices=())
-WHOLE_A100 = Gpu(A100, "GPU-7c3f5a11-92c0", 6912, slices=())
+WHOLE_H100 = Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, divided=False)
+WHOLE_A100 = Gpu(A100, "GPU-7c3f5a11-92c0", 6912, divided=False)
 SLICE = replace(H100_MIG, name="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-DIVIDED_H100 = replace(WHOLE_H100, slices=(Gpu(SLICE, "MIG-0aa2"), Gpu(SLICE, "MIG-1bb3")))
+DIVIDED_H100 = replace(WHOLE_H100, divided=True, slices=(Gpu(SLICE, "MIG-0aa2"), Gpu(SLICE, "MIG-1bb3")))
 # Not recorded: put together from the data sheet of the Jetson AGX Orin.
 ORIN = Gpu(GpuFacts("Orin (nvgpu)", (8, 7), 16, 62841 << 20, DRIVER), "GPU-or1n", 2048)
 
@@ -60,7 +60,7 @@ def test_one_of_several() -> None:
 def test_the_gpu_that_a_worker_is_told_to_drive() -> None:
     """It is named by its number, as nvidia-smi counts, or by its UUID; of a divided GPU by a slice's UUID. What cannot
     be driven is refused by name. By recorded answers of NVML."""
-    machine = Recorded([WHOLE_A100, DIVIDED_H100, replace(WHOLE_H100, uuid="GPU-99", slices=())])
+    machine = Recorded([WHOLE_A100, DIVIDED_H100, replace(WHOLE_H100, uuid="GPU-99")])
     assert local_gpu.uuid_of(machine, "0") == WHOLE_A100.uuid
     assert local_gpu.uuid_of(machine, "GPU-7c3f") == WHOLE_A100.uuid
     assert local_gpu.uuid_of(machine, "MIG-1bb3") == "MIG-1bb3"
@@ -75,13 +75,8 @@ def test_the_gpu_that_a_worker_is_told_to_drive() -> None:
         with pytest.raises(UnusableDevice, match=re.escape(said)):
             local_gpu.uuid_of(machine, wanted)
     assert machine.open == 0
-
-    class Divided(Recorded):
-        def nvmlDeviceGetMigMode(self, _gpu: Gpu) -> tuple[int, int]:  # noqa: N802
-            return 1, 1
-
     with pytest.raises(UnusableDevice, match="GPU 0 is divided by MIG and has no instance"):
-        local_gpu.uuid_of(Divided([WHOLE_H100]), "0")
+        local_gpu.uuid_of(Recorded([replace(DIVIDED_H100, slices=())]), "0")
 
 
 def test_slices() -> None:
@@ -93,7 +88,7 @@ def test_slices() -> None:
     assert "2 GPUs" in refusal(machine)
     assert "may be any GPU" in refusal(machine, CUDA_VISIBLE_DEVICES="0")
     assert "0 GPUs" in refusal(machine, CUDA_VISIBLE_DEVICES=DIVIDED_H100.uuid)
-    alone = Recorded([replace(DIVIDED_H100, slices=DIVIDED_H100.slices and DIVIDED_H100.slices[:1])])
+    alone = Recorded([replace(DIVIDED_H100, slices=DIVIDED_H100.slices[:1])])
     assert read(alone).mig == "1g.10gb"
 
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 import json
 import random
 import re
+import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tvm
 from tvm.target import codegen
 
-from tests.workers.devices.recordings import A100, APPLE_M1, CPUS, H100, H100_MIG, RASPBERRY_PI_4, XEON
+from tests.workers.devices.recordings import (
+    A100,
+    APPLE_M1,
+    CPUS,
+    H100,
+    H100_MIG,
+    RASPBERRY_PI_2,
+    RASPBERRY_PI_4,
+    VISIONFIVE_2,
+    XEON,
+)
+from tests.workers.search.samples import matmul_module
 from tuning_db.keys import to_json
 from workers.devices.identity import (
-    AARCH64_FEATURES,
-    X86_FEATURES,
+    FEATURES,
     CpuFacts,
     UnusableDevice,
     gpu_identity_of,
@@ -23,6 +35,7 @@ from workers.devices.identity import (
     mcpu_of,
 )
 from workers.devices.targets import gpu_target_of, target_of
+from workers.elf import machine_of
 
 
 def after_a_reboot(facts: CpuFacts, seed: int) -> CpuFacts:
@@ -46,7 +59,8 @@ def after_a_reboot(facts: CpuFacts, seed: int) -> CpuFacts:
 
 
 def test_ten_devices() -> None:
-    """Recordings of different devices have different identities and different names."""
+    """Recordings of different devices, and of one under systems of 64 and of 32 bits, have different identities and
+    different names."""
     identities = [identity_of(facts) for facts, _ in CPUS.values()]
     identities += [gpu_identity_of(facts) for facts in (A100, H100, H100_MIG)]
     assert len(identities) >= 10
@@ -66,14 +80,15 @@ def test_same_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", CPUS)
 def test_target(name: str) -> None:
-    """LLVM knows the model and each feature of the target, and uses all that the device reports and nothing else."""
+    """LLVM knows the model and each feature of the target, and uses all that the device reports and nothing else
+    (jax-ml/jax#2906). The number of cores, without which MetaSchedule refuses a target, is there
+    (pytorch/pytorch#90213)."""
     facts, mcpu = CPUS[name]
     identity = identity_of(facts)
     data = json.loads(target_of(identity, mcpu))
     assert (data["mcpu"], data["num-cores"]) == (mcpu, identity.cores)
     used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm.target.Target(data))}
-    table = X86_FEATURES if facts.arch == "x86_64" else AARCH64_FEATURES
-    assert used & set(table) == set(identity.features)
+    assert used & set(FEATURES[facts.arch]) == set(identity.features)
 
 
 def test_facts_survive_json() -> None:
@@ -116,6 +131,35 @@ def test_cpus_in_no_table() -> None:
     assert mcpu_of(young) == "x86-64-v4"
     assert mcpu_of(replace(young, cpuinfo=young.cpuinfo.replace("avx512f ", ""))) == "x86-64-v3"
     assert "+avx512fp16" in json.loads(target_of(identity_of(young), "x86-64-v4"))["mattr"]
+
+
+@pytest.mark.parametrize(("facts", "code"), [(RASPBERRY_PI_2, 40), (VISIONFIVE_2, 243)])
+def test_code_for_boards_of_other_architectures(facts: CpuFacts, code: int, tmp_path: Path) -> None:
+    """What is compiled for them is their machine code, which on RISC-V hands numbers over in the registers of numbers,
+    as Linux's libraries there take them (EF_RISCV_FLOAT_ABI_DOUBLE)."""
+    target = tvm.target.Target(json.loads(target_of(identity_of(facts), mcpu_of(facts))))
+    path = tmp_path / "kernel.o"
+    tvm.compile(matmul_module(8, 8, 8), target=target).mod.write_to_file(str(path), "o")
+    file = path.read_bytes()
+    assert machine_of(file)[0] == code
+    if facts is VISIONFIVE_2:
+        assert struct.unpack_from("<I", file, 48)[0] & 0x6 == 0x4
+
+
+def test_what_distributions_do_not_run_on() -> None:
+    """A CPU without what Linux's programs for its architecture are compiled with is refused by name; so is one that
+    does not tell which it is, and an architecture that nothing compiles for."""
+    for facts, old, new, said in (
+        (RASPBERRY_PI_2, " neon", "", "armv7l CPUs without neon"),
+        (VISIONFIVE_2, "rv64imafdc", "rv64imac", "riscv64 CPUs without f, d"),
+        (VISIONFIVE_2, "uarch", "march", "has no uarch"),
+    ):
+        with pytest.raises(UnusableDevice, match=said):
+            identity_of(replace(facts, cpuinfo=facts.cpuinfo.replace(old, new)))
+    assert "zbb" not in identity_of(replace(VISIONFIVE_2, cpuinfo=VISIONFIVE_2.cpuinfo.replace("_zbb", ""))).features
+    unknown = replace(VISIONFIVE_2, cpuinfo=VISIONFIVE_2.cpuinfo.replace("sifive,u74-mc", "sophgo,c920"))
+    assert (identity_of(unknown).vendor, mcpu_of(unknown)) == ("sophgo", "generic-rv64")
+    target_of(identity_of(unknown), "generic-rv64")
 
 
 def test_board_without_a_model() -> None:

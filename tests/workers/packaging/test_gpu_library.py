@@ -71,7 +71,8 @@ def libraries(net: Imported, host: Host, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90"])
 def test_machine_code_for_one_arch(libraries: dict[str, Path], arch: str) -> None:
-    """The library holds machine code for exactly its architecture, of every kernel, and no source."""
+    """The library holds machine code for exactly its architecture, of every kernel, though nothing was tuned
+    (mlc-ai/web-stable-diffusion#43), and no source."""
     [cubin] = device_code.check(libraries[arch], arch)
     assert cubin.arch == arch
     assert [name for name in cubin.kernels if "conv2d" in name]
@@ -111,7 +112,8 @@ def test_what_stays_in_single_precision(host: Host, tmp_path: Path, libraries: d
 
 
 def test_another_arch_is_a_miss(libraries: dict[str, Path], host: Host, sqlite_store: TuningStore) -> None:
-    """What is stored for an Orin is a miss for an H100, and the miss says what differs; CPU's keys are others still."""
+    """What is stored for an Orin is a miss for an H100, and the miss says what differs (mlc-ai/mlc-llm#1631); CPU's
+    keys are others still."""
 
     def key_of(device: DeviceIdentity) -> ArtifactKey:
         target = gpu_target_of(device, host.target_json)

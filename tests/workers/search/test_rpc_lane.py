@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from tests.workers.conftest import Host
 from tests.workers.lending import free, joined, running_agent, running_tracker, wait_until
 from tuning_db.errors import DeviceLost
 from tuning_db.trials import Failed, FailureKind, Measured
+from workers.devices.board_session import Session
 from workers.devices.tracker import Boards, Tracker
 from workers.search.candidates import Built, Measurement
 from workers.search.forkserver import ForkServer
@@ -108,8 +110,8 @@ def test_both_boards_are_asked(
 def test_board_killed_in_mid_measure(
     server: ForkServer, host: Host, twins: Boards, agents: list[psutil.Process], tmp_path: Path
 ) -> None:
-    """A board that dies while a candidate runs says nothing of it: the next board measures it. The dead one's server is
-    back by itself."""
+    """A board that dies while a candidate runs says nothing of it: the next board measures it (tvm#10240). The dead
+    one's server is back by itself."""
     warnings: list[str] = []
     runner = RpcRunner(server, twins, host.identity, ONCE, warn=warnings.append)
     with ThreadPoolExecutor(1) as pool:
@@ -122,6 +124,35 @@ def test_board_killed_in_mid_measure(
     assert outcome.run_s[0] >= 0.7
     assert len(warnings) == 1
     wait_until(lambda: free(twins.tracker, KEY) == 2, "both boards being free")
+
+
+def test_kernel_that_never_ends(
+    server: ForkServer, host: Host, twins: Boards, agents: list[psutil.Process], tmp_path: Path
+) -> None:
+    """A kernel that never ends is killed on the board when its time is up, and has failed when both boards have said
+    so; both are free again, and nothing of it runs on."""
+    warnings: list[str] = []
+    runner = RpcRunner(server, twins, host.identity, ONCE, timeout_s=1, warn=warnings.append)
+    [outcome] = runner.run_all([(kernel(tmp_path, "hangs", "for (;;) ;"), None)])
+    assert outcome == Failed(FailureKind.RUN_TIMEOUT, "killed after 1 s")
+    wait_until(lambda: free(twins.tracker, KEY) == 2, "both boards being free")
+    assert not any(steps(agent) for agent in agents)
+    assert warnings == []
+
+
+def test_time_in_the_queue(server: ForkServer, host: Host, twins: Boards, tmp_path: Path) -> None:
+    """What a candidate waits until a board is free for it is no part of its deadline (tvm#13963)."""
+    timeout_s = 2.0
+    sessions = [Session(twins.request(), timeout_s=600) for _ in range(2)]
+    runner = RpcRunner(server, twins, host.identity, ONCE, timeout_s=timeout_s)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(runner.run_all, [(kernel(tmp_path, "quick", ""), None)])
+        time.sleep(timeout_s + 0.5)
+        assert not result.done()
+        for session in sessions:
+            session.close()
+        [outcome] = result.result()
+    assert isinstance(outcome, Measured)
 
 
 def test_frozen_board(
