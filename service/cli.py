@@ -159,7 +159,7 @@ class QuantizationOptions:
                 option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
                 raise typer.BadParameter("has a meaning with --int8 or --fp16 alone", param_hint=option)
             return None
-        if self.calibration is not None and re.fullmatch(r"[0-9a-f]{64}", self.calibration) is None:
+        if self.calibration is not None and not _is_digest(self.calibration):
             try:
                 if not Path(self.calibration).is_dir():
                     Path(self.calibration).open("rb").close()
@@ -354,6 +354,31 @@ def key(
         else:
             for manifest in manifests:
                 out.print(manifest["key"], soft_wrap=True)
+
+
+@app.command("inspect")
+def inspect_model(
+    model: Annotated[str, typer.Argument(help="A model file, a zip or tar of one, or a model's digest.")],
+    nodes: Annotated[bool, typer.Option("--nodes", help="Also the nodes that --exclude can leave in fp32.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a model and show what it is: digest, format, inputs and outputs."""
+    with _exit_codes(), Tunery(url) as client:
+        text = _model(model)
+        found = client.model(text) if _is_digest(text) else client.upload_model(text)
+        listed = client.nodes(found["digest"]) if nodes else None
+        if as_json:
+            _print_json(found | (listed or {}))
+            return
+        facts = [("digest", found["digest"]), ("format", found["format"]), ("bytes", str(found["bytes"]))]
+        for what in ("inputs", "outputs"):
+            facts += [(what[:-1], f"{p['name']}:{p['dtype']}{_dimensions(p['shape'])}") for p in found[what]]
+        _print_table(("of", "is"), facts)
+        if listed is not None:
+            _print_table(("node", "operator"), [(n["node"], n["operator"]) for n in listed["nodes"]])
+            if listed["more"]:
+                _say(f"and {listed['more']} more")
 
 
 @app.command()
@@ -688,8 +713,12 @@ def _make(output: Path | None) -> None:
             output.mkdir(parents=True, exist_ok=True)
 
 
+def _is_digest(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
+
+
 def _model(text: str) -> str:
-    if re.fullmatch(r"[0-9a-f]{64}", text) is not None:
+    if _is_digest(text):
         return text
     try:
         if Path(text).is_file():
@@ -777,6 +806,10 @@ def _fetched(fetched: FetchedLibrary) -> dict[str, Any]:
 
 def _shapes(inputs: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={','.join(map(str, value['shape']))}" for name, value in inputs.items())
+
+
+def _dimensions(shape: Sequence[int | str | None]) -> str:
+    return "[" + ",".join("?" if size is None else str(size) for size in shape) + "]"
 
 
 def _giga(device: Mapping[str, Any], figure: str) -> str:

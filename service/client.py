@@ -217,6 +217,11 @@ class Tunery:
     def model(self, digest: str) -> dict[str, Any]:
         return self._get(f"/v1/models/{_segment(digest)}")
 
+    def nodes(self, digest: str) -> dict[str, Any]:
+        """The nodes of an uploaded model that int8 can leave in fp32: ``{"nodes": [{"node", "operator"}], "more": 0}``,
+        `more` being how many are not told."""
+        return self._get(f"/v1/models/{_segment(digest)}/nodes")
+
     def submit(
         self,
         model: str | os.PathLike[str],

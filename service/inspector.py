@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from tuning_db.catalog import PortSpec
 from tuning_db.errors import (
     InvalidCalibration,
     InvalidModel,
+    InvalidRequest,
     ShapeMismatch,
     StorageFull,
     TuneryError,
@@ -26,7 +29,7 @@ from tuning_db.errors import (
     UnsupportedOperator,
     UnsupportedOption,
 )
-from tuning_db.keys import TensorSpec, is_sha256
+from tuning_db.keys import QuantizationConfig, TensorSpec, is_sha256
 
 log = structlog.get_logger()
 
@@ -99,14 +102,30 @@ class Inspector:
             raise InvalidModel("the model's parser gave an answer without a digest; see the service's log")
         return found
 
-    async def check(self, path: Path, sha256: str, inputs: Sequence[TensorSpec]) -> None:
-        """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work."""
+    async def check(
+        self, path: Path, sha256: str, inputs: Sequence[TensorSpec], quantization: QuantizationConfig
+    ) -> None:
+        """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work,
+        InvalidRequest for an exclusion that names no node."""
         bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
-        await self._ask(path, sha256, _MODEL, "--bind", json.dumps(bindings, sort_keys=True))
+        arguments = ["--bind", json.dumps(bindings, sort_keys=True)]
+        exclude = None
+        if quantization.exclude:
+            arguments.append("--exclude")
+            exclude = json.dumps(quantization.exclude).encode()
+        await self._ask(path, sha256, _MODEL, *arguments, stdin=exclude)
+
+    async def nodes(self, path: Path, sha256: str) -> tuple[list[tuple[str, str]], int]:
+        """Name and operator of the nodes that int8 can leave out, and how many more there are."""
+        report = await self._ask(path, sha256, _MODEL, "--nodes", keep=False)
+        try:
+            return [(str(node["node"]), str(node["operator"])) for node in report["nodes"]], int(report["more"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidModel("the model's parser gave an answer without its nodes; see the service's log") from error
 
     async def examine(self, path: Path, sha256: str) -> tuple[str, tuple[TensorSpec, ...]]:
         """The digest and the arrays of calibration data. InvalidCalibration, naming the array, for what is none."""
-        report = await self._ask(path, sha256, _CALIBRATION, "--calibration")
+        report = await self._ask(path, sha256, _CALIBRATION, "--calibration", keep=False)
         try:
             digest, arrays = report["digest"], tuple(TensorSpec.from_json(array) for array in report["arrays"])
         except (KeyError, TypeError) as error:
@@ -121,30 +140,34 @@ class Inspector:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _ask(self, path: Path, sha256: str, kind: _Kind, *arguments: str) -> dict[str, Any]:
-        question = (sha256, *arguments)
+    async def _ask(
+        self, path: Path, sha256: str, kind: _Kind, *arguments: str, stdin: bytes | None = None, keep: bool = True
+    ) -> dict[str, Any]:
+        """Without `keep` the answer is not remembered: it may name thousands of things."""
+        question = (sha256, *arguments, *(() if stdin is None else (hashlib.sha256(stdin).hexdigest(),)))
         if (known := self._known.get(question)) is not None:
             self._known.move_to_end(question)
             return known
         task = self._running.get(question)
         if task is None:
             # A task of its own: a client that hangs up must not end the answer that others wait for.
-            task = asyncio.create_task(self._run(path, kind, arguments))
+            task = asyncio.create_task(self._run(path, kind, arguments, stdin))
             self._running[question] = task
             task.add_done_callback(lambda _: self._running.pop(question, None))
         report = await asyncio.shield(task)
         if report.get("ok") is not True:
             raise _error_of(report.get("error"), kind)
-        if kind is _CALIBRATION:
-            return report  # it may name thousands of arrays, and is seldom asked for again
+        if not keep:
+            return report
         self._known[question] = report
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return report
 
-    async def _run(self, path: Path, kind: _Kind, arguments: Sequence[str]) -> dict[str, Any]:
+    async def _run(self, path: Path, kind: _Kind, arguments: Sequence[str], stdin: bytes | None) -> dict[str, Any]:
         async with self._slots:
-            return await _report_of([*self._command, str(path), *arguments], kind.what, "parser", self._timeout_s)
+            command = [*self._command, str(path), *arguments]
+            return await _report_of(command, kind.what, "parser", self._timeout_s, stdin=stdin)
 
 
 class Converter:
@@ -192,18 +215,23 @@ async def _report_of(
     who: str,
     timeout_s: float,
     *,
+    stdin: bytes | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What the command answers; a refusal if it dies, says something else or takes too long."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        cwd=folder,
-        env=environment,
-    )
+    # A file: no process that does not read it can block this one, and no argument may be as long.
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin or b"")
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            cwd=folder,
+            env=environment,
+        )
     try:
         async with asyncio.timeout(timeout_s):
             assert process.stdout is not None
@@ -270,6 +298,8 @@ def _error_of(error: Any, kind: _Kind) -> TuneryError:
             return ShapeMismatch(message, field=str(error.get("field") or "inputs"))
         case {"type": "StorageFull", "message": str(message)}:
             return StorageFull(message)
+        case {"type": "InvalidRequest", "message": str(message), "field": str(field)}:
+            return InvalidRequest(message, field=field)
         case {"type": "UnsupportedOption", "message": str(message)}:
             return UnsupportedOption(message, field=str(error.get("field") or "model"))
         case {"message": str(message)}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from service.problems import LocatedNotFound, shorten
@@ -36,6 +37,25 @@ def known_calibration(store: TuningStore, digest: str) -> CalibrationInfo:
     except NotFound:
         raise LocatedNotFound(
             f"no calibration data {shorten(digest, 80)!r} is known; upload it with POST /v1/calibrations", field=FIELD
+        ) from None
+
+
+def uploaded_model(blobs: BlobStore, model: ModelInfo) -> Path:
+    """Where the model's file lies, verified just now. LocatedNotFound if its bytes are damaged or gone."""
+    return _uploaded(blobs, model.blob, "model", "/v1/models", "model")
+
+
+def uploaded_calibration(blobs: BlobStore, calibration: CalibrationInfo) -> Path:
+    """As `uploaded_model`."""
+    return _uploaded(blobs, calibration.blob, "calibration data", "/v1/calibrations", FIELD)
+
+
+def _uploaded(blobs: BlobStore, blob: str, what: str, address: str, field: str) -> Path:
+    try:
+        return blobs.path_verified(blob)
+    except (NotFound, BlobCorrupt):
+        raise LocatedNotFound(
+            f"the {what}'s stored bytes are damaged or gone; upload it again with POST {address}", field=field
         ) from None
 
 

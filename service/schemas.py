@@ -220,6 +220,18 @@ class ModelOut(BaseModel):
         )
 
 
+class NodeOut(BaseModel):
+    node: str
+    operator: str
+
+
+class NodesOut(BaseModel):
+    """In the graph's order; `more` is how many are left out, of very many or with names that cannot be sent."""
+
+    nodes: list[NodeOut]
+    more: int
+
+
 class ArrayOut(BaseModel):
     name: str
     dtype: str

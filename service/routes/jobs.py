@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import structlog
@@ -25,14 +24,16 @@ from service.resolve import (
     known_device,
     known_model,
     refuse_on,
+    uploaded_calibration,
+    uploaded_model,
 )
 from service.routes.models import FILE_PARTS, keep_model
 from service.schemas import Inward, JobIn, JobList, JobOut, JobPage, JobsQuery, TargetSpecIn
 from service.services import Services, ServicesDep
 from service.uploads import read_body, receive
-from tuning_db.calibration import FIELD, CalibrationInfo
+from tuning_db.calibration import CalibrationInfo
 from tuning_db.catalog import ModelInfo
-from tuning_db.errors import BlobCorrupt, BrokerUnavailable, CacheMiss, InvalidRequest, NotFound
+from tuning_db.errors import BrokerUnavailable, CacheMiss, InvalidRequest, NotFound
 from tuning_db.jobs import Job, JobSpec, JobState
 from tuning_db.keys import sha256_json
 from tuning_db.store import Submission
@@ -169,11 +170,11 @@ async def _submit(
     specs, calibration, unknown = await run_in_threadpool(_resolve, services, model, wanted)
     if unknown:
         # What was built once needs no second look; a hit costs no process.
-        path = await run_in_threadpool(_uploaded, services, model.blob, "model", "/v1/models", "model")
+        path = await run_in_threadpool(uploaded_model, services.blobs, model)
         if calibration is not None:
-            what, address = "calibration data", "/v1/calibrations"
-            await run_in_threadpool(_uploaded, services, calibration.blob, what, address, FIELD)
-        checks = [services.inspector.check(path, model.blob, specs[position].key.inputs) for position in unknown]
+            await run_in_threadpool(uploaded_calibration, services.blobs, calibration)
+        keys = [specs[position].key for position in unknown]
+        checks = [services.inspector.check(path, model.blob, key.inputs, key.quantization) for key in keys]
         for position, complaint in zip(unknown, await asyncio.gather(*checks, return_exceptions=True), strict=True):
             with _located(wanted, position):
                 if complaint is not None:
@@ -235,16 +236,6 @@ def _located(wanted: TargetSpecIn, position: int) -> Iterator[None]:
             if error.field.partition(".")[0] == "inputs":
                 error.field = f"shapes.{position}{error.field.removeprefix('inputs')}"
         raise
-
-
-def _uploaded(services: Services, blob: str, what: str, address: str, field: str) -> Path:
-    """Where the bytes of an upload lie, verified just now. LocatedNotFound if they are damaged or gone."""
-    try:
-        return services.blobs.path_verified(blob)
-    except (NotFound, BlobCorrupt):
-        raise LocatedNotFound(
-            f"the {what}'s stored bytes are damaged or gone; upload it again with POST {address}", field=field
-        ) from None
 
 
 def _canonical(wanted: TargetSpecIn) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from service.inspector import Foreign, Inspection
-from service.resolve import known_model
-from service.schemas import ModelOut
+from service.resolve import known_model, uploaded_model
+from service.schemas import ModelOut, NodeOut, NodesOut
 from service.services import Services, ServicesDep
 from service.uploads import Shelf, Upload, file_body, keep, receive
 from tuning_db.catalog import ModelInfo
@@ -38,6 +38,15 @@ async def upload_model(request: Request, response: Response, services: ServicesD
 @router.get("/{digest}")
 def get_model(digest: str, services: ServicesDep) -> ModelOut:
     return ModelOut.of(known_model(services.store, digest))
+
+
+@router.get("/{digest}/nodes")
+async def get_nodes(digest: str, services: ServicesDep) -> NodesOut:
+    """The nodes that int8 can leave in fp32, by the names that `quantization.exclude` takes."""
+    model = await run_in_threadpool(known_model, services.store, digest)
+    path = await run_in_threadpool(uploaded_model, services.blobs, model)
+    nodes, more = await services.inspector.nodes(path, model.blob)
+    return NodesOut(nodes=[NodeOut(node=name, operator=operator) for name, operator in nodes], more=more)
 
 
 async def keep_model(services: Services, upload: Upload) -> tuple[ModelInfo, bool]:

@@ -213,7 +213,7 @@ def test_every_wish_is_a_key_of_its_own(service: Service, model: str) -> None:
         service.submit(model, 2, quantization={**base, **changes})
         for changes in (
             {}, {"calibration": second}, {"mode": "dynamic"}, {"method": "entropy"}, {"method": "percentile"},
-            {"method": "percentile", "percentile": 99.9}, {"per_channel": False}, {"exclude": ["b", "a"]},
+            {"method": "percentile", "percentile": 99.9}, {"per_channel": False}, {"exclude": ["y", "the_node"]},
         )
     ]  # fmt: skip
     assert [answer.status_code for answer in answers] == [201] * len(answers), [a.text for a in answers]
@@ -228,7 +228,11 @@ def test_every_wish_is_a_key_of_its_own(service: Service, model: str) -> None:
     assert judged.json()["spec"]["quantization"]["min_sqnr_db"] == 20
 
     service.finish(answers[7].json()["id"], b"int8")
-    wanted = {"model": model, "input": "x:float32[2,4]", "quantization": json.dumps({**base, "exclude": ["a", "b"]})}
+    wanted = {
+        "model": model,
+        "input": "x:float32[2,4]",
+        "quantization": json.dumps({**base, "exclude": ["the_node", "y"]}),
+    }
     assert service.http.get("/v1/artifacts", params=wanted).json()["key"] == answers[7].json()["key"]
     other = {**wanted, "quantization": json.dumps({"scheme": "int8", "mode": "dynamic"})}
     miss = service.http.get("/v1/artifacts", params=other)
@@ -243,3 +247,17 @@ def test_unknown_samples_are_404(service: Service, model: str) -> None:
     """A digest that nobody uploaded is not found, and the field is named."""
     answer = service.submit(model, 2, quantization={"scheme": "int8", "calibration": "0" * 64})
     assert (answer.status_code, answer.json()["field"]) == (404, "quantization.calibration")
+
+
+def test_exclusions_are_checked_at_the_submission(service: Service, model: str) -> None:
+    """A name that is no node's is 422 before there is a job, with the nearest; those there are can be asked for."""
+    jobs = service.http.get("/v1/jobs").json()["jobs"][:1]
+    wanted = {"scheme": "int8", "mode": "dynamic", "exclude": ["the_nodes"]}
+    answer = service.submit(model, 2, quantization=wanted)
+    assert (answer.status_code, answer.json()["field"]) == (422, "quantization.exclude")
+    assert "no node 'the_nodes'; did you mean 'the_node'?" in answer.json()["detail"]
+    many = service.submit(model, 2, quantization=wanted | {"exclude": [f"{n}" * 200 for n in range(1000, 2000)]})
+    assert (many.status_code, many.json()["field"]) == (422, "quantization.exclude")
+    assert service.http.get("/v1/jobs").json()["jobs"][:1] == jobs
+    nodes = service.http.get(f"/v1/models/{model}/nodes").json()
+    assert nodes == {"nodes": [{"node": "the_node", "operator": "Relu"}], "more": 0}

@@ -164,14 +164,14 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     samples = tmp_path / "samples.npz"
     np.savez(samples, x=np.random.default_rng(0).standard_normal((3, batch, 4)).astype(np.float32))
     options = ["--int8", "--calibration", str(samples), "--method", "percentile", "--percentile", "99.5",
-               "--per-tensor", "--exclude", "b", "--exclude", "a"]  # fmt: skip
+               "--per-tensor", "--exclude", "y", "--exclude", "the_node"]  # fmt: skip
     asked = ("submit", model, "--input", f"x={batch},4", "--no-wait", "--json")
     job = answer_of(tunery(service, *asked, *options, "--min-sqnr-db", "20"))
     said = job["spec"]["quantization"]
     digest = said.pop("calibration")
     assert said == {
         "scheme": "int8", "mode": "static", "method": "percentile", "percentile": 99.5, "per_channel": False,
-        "exclude": ["a", "b"], "min_sqnr_db": 20,
+        "exclude": ["the_node", "y"], "min_sqnr_db": 20,
     }  # fmt: skip
     dynamic = answer_of(tunery(service, *asked, "--int8", "--dynamic"))
     assert dynamic["spec"]["quantization"]["mode"] == "dynamic"
@@ -206,6 +206,19 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     assert answer_of(tunery(service, "show", job["key"], "--json"))["quantization"]["report"]["layers"] == layers
     plain = service.finish(service.submit(model, batch).json()["id"], b"fp32")
     assert tunery(service, "show", plain.key.digest()).exit_code == 0
+
+
+def test_inspect(service: Service, model: str, model_file: str) -> None:
+    """A file or a digest is shown as what it is, with the nodes that can be left in fp32 if they are asked for."""
+    shown = tunery(service, "inspect", model_file, "--nodes")
+    assert shown.exit_code == 0, shown.stderr
+    rows = [line.split("\t") for line in shown.stdout.splitlines()]
+    assert ["digest", model] in rows
+    assert ["input", "x:float32[N,4]"] in rows
+    assert rows[-2:] == [["node", "operator"], ["the_node", "Relu"]]
+    known = answer_of(tunery(service, "inspect", model, "--json"))
+    assert (known["digest"], "nodes" in known) == (model, False)
+    assert tunery(service, "inspect", "0" * 64).exit_code == 2
 
 
 @pytest.mark.parametrize(

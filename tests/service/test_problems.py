@@ -197,6 +197,7 @@ HOSTILE = [
     "path",
     [
         "/v1/models/{}",
+        "/v1/models/{}/nodes",
         "/v1/calibrations/{}",
         "/v1/jobs/{}",
         "/v1/jobs/{}/events",

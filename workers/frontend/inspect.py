@@ -1,10 +1,12 @@
-"""`python -m workers.frontend.inspect FILE [--bind JSON | --calibration]`: parse an untrusted upload in a process that
-may die.
+"""`python -m workers.frontend.inspect FILE [--bind JSON [--exclude] | --nodes | --calibration]`: parse an untrusted
+upload in a process that may die.
 
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
 "inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
-``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left. With
-``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
+``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left, and
+with ``--exclude`` that each name in a JSON list on standard input may be a node's. With ``--nodes`` the answer is
+``{"ok": true, "nodes": [{"node", "operator"}], "more"}``: those that int8 can leave out, and how many are not told.
+With ``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
 `workers.frontend.convert` makes into ONNX it says no more than ``{"ok": true, "convert": format}``.
 Anything else on stdout, another exit status or none in time means that the file broke the parser.
 """
@@ -42,6 +44,9 @@ _CPU_S = 60
 _BYTES_PER_CPU_S = 100_000_000
 #: Tensors in data files are read whole below this size: they may be shapes.
 _SMALL_BYTES = 1 << 16
+#: Nodes that are told: of longer names a request could not exclude any, of more it could not exclude all.
+_MOST_NODES = 4096
+_LONGEST_NAME = 1024
 
 
 def limit_resources(file_bytes: int) -> None:
@@ -56,8 +61,9 @@ def limit_resources(file_bytes: int) -> None:
         resource.setrlimit(name, (bound, bound))
 
 
-def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
+def inspect(path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = ()) -> dict[str, Json]:
     from workers.frontend import formats, onnx_model
+    from workers.quantize import exclusions
 
     found = formats.format_of(path)
     if found is not formats.ONNX:
@@ -71,6 +77,7 @@ def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
     onnx_model.check_operators(model)
     if bind is not None:
         onnx_model.bind(model, ModelInfo(digest, "", "onnx", 0, inputs, outputs).bind(bind))
+        exclusions.check(model, exclude)
     return {
         "ok": True,
         "digest": digest,
@@ -80,6 +87,16 @@ def inspect(path: Path, bind: dict[str, Any] | None) -> dict[str, Json]:
         "outputs": to_json(outputs),
         "operators": to_json(onnx_model.operator_counts(model.graph.node)),
     }
+
+
+def list_nodes(path: Path) -> dict[str, Json]:
+    from workers.frontend import onnx_model
+    from workers.quantize import exclusions
+
+    found = exclusions.nodes(onnx_model.load(path, leave_out_from_bytes=_SMALL_BYTES))
+    told = [{"node": name, "operator": operator} for name, operator in found if len(name) <= _LONGEST_NAME]
+    del told[_MOST_NODES:]
+    return {"ok": True, "nodes": to_json(told), "more": len(found) - len(told)}
 
 
 def examine(path: Path) -> dict[str, Json]:
@@ -122,14 +139,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--bind", type=json.loads)
+    asked.add_argument("--nodes", action="store_true")
     asked.add_argument("--calibration", action="store_true")
+    parser.add_argument("--exclude", action="store_true")
     options = parser.parse_args(arguments)
     limit_resources(options.file.stat().st_size)
     if options.calibration:
         too_large: InvalidRequest = InvalidCalibration("the calibration data needs too much memory to parse")
         answer(lambda: examine(options.file), too_large)
+        return 0
+    too_large = InvalidModel("the model needs too much memory to parse")
+    if options.nodes:
+        answer(lambda: list_nodes(options.file), too_large)
     else:
-        answer(lambda: inspect(options.file, options.bind), InvalidModel("the model needs too much memory to parse"))
+        exclude = json.load(sys.stdin) if options.exclude else ()
+        answer(lambda: inspect(options.file, options.bind, exclude), too_large)
     return 0
 
 

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-import onnx.inliner
 import onnxruntime
 import tvm
-from onnx import FunctionProto, ModelProto, TypeProto, helper
+from onnx import ModelProto, helper
 
 from tuning_db.errors import ImportFailed, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model, quantized
 from workers.frontend.control_flow import has_loops, unroll
+from workers.frontend.inlining import inline_functions
 from workers.frontend.normalise import normalise
-from workers.frontend.operators import SUPPORTED
 from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
 from workers.said import last_line
@@ -58,67 +57,6 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
     return Imported(module, bound, outputs, len(model.graph.node), len(normalised.graph.node))
-
-
-def inline_functions(model: ModelProto) -> ModelProto:
-    """Replace the model's own functions, and the standard operators that TVM lacks, by their bodies."""
-    model = _with_types_of_constants(onnx.inliner.inline_local_functions(model))
-    opset = onnx_model.opset_of(model)
-    missing = {
-        node.op_type
-        for node in model.graph.node
-        if node.domain in ("", "ai.onnx")
-        and node.op_type not in SUPPORTED
-        and onnx_model.has_function_body(node.op_type, opset)
-    }
-    for name in sorted(missing):
-        model = _inline_standard(model, name)
-    return model
-
-
-def _inline_standard(model: ModelProto, name: str) -> ModelProto:
-    """Every node of the standard operator `name` replaced by its body."""
-    if all(all(node.input) for node in model.graph.node if node.op_type == name):
-        return onnx.inliner.inline_selected_functions(model, [("", name)], exclude=False, inline_schema_functions=True)
-    # The inliner fails where a body depends on types and an optional input before the last is absent.
-    opset = onnx_model.opset_of(model)
-    schema = onnx.defs.get_schema(name, max_inclusive_version=opset)
-    types = {
-        value.name: value.type.SerializeToString()
-        for value in (*model.graph.input, *model.graph.value_info, *model.graph.output)
-    }
-    for index, node in enumerate(model.graph.node):
-        if node.op_type != name or node.domain not in ("", "ai.onnx"):
-            continue
-        absent = TypeProto().SerializeToString()
-        try:
-            body = schema.get_context_dependent_function_with_opset_version(
-                max(schema.context_dependent_function_opset_versions),
-                node.SerializeToString(),
-                [types[used] if used else absent for used in node.input],
-            )
-        except Exception as error:  # builders raise what they like
-            why = f": its body in the standard cannot be made for these inputs: {last_line(error)}"
-            raise onnx_model.unsupported(name, onnx_model.name_of(node), opset, why) from error
-        function = FunctionProto.FromString(body)
-        function.domain, function.name = "tunery.body", f"{name}_{index}"
-        if not function.opset_import:
-            function.opset_import.add(domain="", version=opset)
-        model.functions.append(function)
-        node.domain, node.op_type = function.domain, function.name
-    model.opset_import.add(domain="tunery.body", version=1)
-    return onnx.inliner.inline_local_functions(model)
-
-
-def _with_types_of_constants(model: ModelProto) -> ModelProto:
-    """The inliner builds bodies that depend on types, and does not look for those of initializers."""
-    known = {value.name for value in (*model.graph.input, *model.graph.value_info, *model.graph.output)}
-    model.graph.value_info.extend(
-        helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        for tensor in model.graph.initializer
-        if tensor.name not in known
-    )
-    return model
 
 
 def fold(model: ModelProto, scratch: Path) -> ModelProto:

@@ -19,6 +19,15 @@ QUANTIZED: Final = frozenset(
     }
 )  # fmt: skip
 
+#: What ONNX Runtime's quantizer computes, or hands on, in int8 where it may; a test compares it with the installed one.
+QUANTIZABLE: Final = frozenset(
+    """
+    Add ArgMax AveragePool BatchNormalization Clip Concat Conv ConvTranspose CumSum Flatten Gather GatherElements Gemm
+    GlobalAveragePool InstanceNormalization LSTM LayerNormalization LeakyRelu MatMul MaxPool Mul Pad Relu Reshape Resize
+    Sigmoid Slice Softmax Split Squeeze TopK Transpose Unsqueeze Where
+    """.split()  # noqa: SIM905
+)
+
 #: What TVM 0.27's importer converts.
 IMPORTED: Final = frozenset(
     """

@@ -25,10 +25,11 @@ import onnx.version_converter
 from onnx import ModelProto
 
 from tuning_db.errors import ImportFailed, InvalidRequest, TuningFailed, kind_of
-from tuning_db.keys import Json
+from tuning_db.keys import Json, TensorSpec
 from workers.processes import bound_memory, die_with_parent
+from workers.quantize.exclusions import name_nodes
 from workers.quantize.halving import halve
-from workers.quantize.quantizer import name_nodes, quantize
+from workers.quantize.quantizer import quantize
 from workers.quantize.request import Request
 from workers.quantize.samples import Samples
 from workers.said import last_line
@@ -69,9 +70,23 @@ class _Steps:
             self._said_s = time.monotonic()
 
 
+def normalised(path: Path, inputs: Sequence[TensorSpec], scratch: Path, scheme: str) -> ModelProto:
+    """The uploaded model as it is quantized: bound, folded, every node named. Raises InvalidRequest or ImportFailed."""
+    from workers.frontend import inlining, onnx_import, onnx_model
+
+    model = onnx_model.load(path)
+    onnx_model.check_operators(model)
+    if scheme == "int8" and onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
+        model = _converted(model)
+    onnx_model.bind(model, inputs)
+    model = onnx_import.sum_to_add(onnx_import.fold(inlining.inline_functions(model), scratch))
+    onnx_model.check_operators(model, folded=True)
+    name_nodes(model)
+    return model
+
+
 def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
     """The report; for int8 None without samples. Raises InvalidRequest or ImportFailed."""
-    from workers.frontend import onnx_import, onnx_model
     from workers.quantize import report
 
     target = Path(request.target)
@@ -82,14 +97,7 @@ def run(request: Request, say: Callable[[str], None] = lambda _: None) -> Json:
             # First: what is wrong with the samples' shapes is told before anything is computed.
             samples = stack.enter_context(Samples(Path(request.calibration), request.inputs, steps.on_sample))
             count = len(samples)
-        model = onnx_model.load(Path(request.model))
-        onnx_model.check_operators(model)
-        if request.recipe.scheme == "int8" and onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
-            model = _converted(model)
-        onnx_model.bind(model, request.inputs)
-        model = onnx_import.sum_to_add(onnx_import.fold(onnx_import.inline_functions(model), target.parent))
-        onnx_model.check_operators(model, folded=True)
-        name_nodes(model)
+        model = normalised(Path(request.model), request.inputs, target.parent, request.recipe.scheme)
         if request.recipe.scheme == "fp16":
             steps.begin("rounding weights to fp16", count)
             halved, weights = halve(model, request.recipe.exclude, target)

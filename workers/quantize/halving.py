@@ -16,7 +16,8 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from tuning_db.errors import InvalidRequest
 from tuning_db.keys import Json
 from workers.graph.half import rounded
-from workers.quantize.quantizer import meant_by, refuse_quantized
+from workers.quantize.exclusions import meant_by
+from workers.quantize.quantizer import refuse_quantized
 from workers.quantize.request import SOURCE
 
 #: Operators whose second input is weights, where it is constant.

@@ -8,7 +8,6 @@ CPU has AVX2 alone, ONNX Runtime's kernels may saturate in pairs of products, it
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 
 from tuning_db.errors import InvalidRequest
 from workers.frontend.operators import QUANTIZED
+from workers.quantize.exclusions import meant_by
 from workers.quantize.request import SOURCE, Recipe
 from workers.quantize.samples import Sample, Samples
 
@@ -29,15 +29,6 @@ METHODS: Final = {
     "entropy": CalibrationMethod.Entropy,
     "percentile": CalibrationMethod.Percentile,
 }
-
-
-def name_nodes(model: ModelProto) -> None:
-    """Call each node without a name, or with that of an earlier one, by its first output: exclusions need names."""
-    seen: set[str] = set()
-    for node in model.graph.node:
-        if not node.name or node.name in seen:
-            node.name = next(name for name in node.output if name)
-        seen.add(node.name)
 
 
 def quantize(model: ModelProto, recipe: Recipe, samples: Samples | None, target: Path) -> ModelProto:
@@ -129,24 +120,6 @@ def _excluded(model: ModelProto, exclude: Sequence[str]) -> list[str]:
     apart = {node.name: f"{node.name}_MatMul" for node in model.graph.node if node.op_type == "Gemm"}
     meant = meant_by(model, exclude)
     return [*meant, *(apart[n] for n in meant if n in apart)]
-
-
-def meant_by(model: ModelProto, exclude: Sequence[str]) -> list[str]:
-    """The nodes of the normalised model that are meant; what ONNX Runtime fused keeps the name of one of its parts,
-    as in ``dense/MatMulAddFusion``. InvalidRequest for a name that is of none."""
-    names = [node.name for node in model.graph.node]
-    found = []
-    for name in exclude:
-        meant = [n for n in names if n == name or (n.startswith(f"{name}/") and n.endswith("Fusion"))]
-        if not meant:
-            close = difflib.get_close_matches(name, names, n=3)
-            raise InvalidRequest(
-                f"quantization.exclude: there is no node {name!r} once constants and BatchNormalization are folded"
-                + (f"; did you mean {', '.join(map(repr, close))}?" if close else ""),
-                field="quantization.exclude",
-            )
-        found += meant
-    return found
 
 
 @contextlib.contextmanager

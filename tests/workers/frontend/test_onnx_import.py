@@ -13,7 +13,8 @@ from tests.workers.frontend.test_onnx_model import celu, folded_determinant, sca
 from tests.workers.models import conv_bn_relu, make_model, matmuls, normal, port, save
 from tuning_db.errors import ImportFailed, TuneryError, UnsupportedOperator
 from tuning_db.keys import TensorSpec
-from workers.frontend.onnx_import import import_onnx, inline_functions, sum_to_add
+from workers.frontend.inlining import inline_functions
+from workers.frontend.onnx_import import import_onnx, sum_to_add
 from workers.frontend.onnx_model import check_operators
 
 
