@@ -45,7 +45,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     while has_loops(folded):
         folded = fold(inline_functions(unroll(folded)), scratch)
     outputs = static_outputs(folded)
-    normalised = sum_to_add(normalise(folded))
+    normalised = sum_to_add(normalise(quantized.real_products(folded)))
     onnx_model.check_operators(normalised, folded=True)
     try:
         with warnings.catch_warnings():

@@ -4,11 +4,16 @@ Where the weights are int8 around zero an operator becomes that of real numbers,
 quantization: what `workers.graph` computes in integers. Of other convolutions and products zero points are taken off
 first, products are summed in int32, and the sum is brought to the scale of the result in float32, in the order and
 with the rounding (half to even) of ONNX Runtime.
+
+Sums of dynamically quantized data become real numbers at once, by the product of two scales: these too are written as
+products of real numbers, of data and weights that are dequantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -199,6 +204,95 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "QLinearConv": qlinear_conv,
     "QLinearMatMul": qlinear_matmul,
 }
+
+_SUMS: Final = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A sum of products whose result is multiplied by the product of two scales, those of its operands."""
+
+    node: NodeProto
+    cast: str  #: its result in float32
+    scale: str  #: of the data
+    weight_scale: NDArray[np.float32]  #: one, or one for each column or channel of output
+    scales: str  #: the product of both
+    result: str
+
+
+def real_products(model: ModelProto) -> ModelProto:
+    """The model with products of dynamically quantized data by weights around zero as products of real numbers, which
+    `workers.graph` computes in integers again: as ONNX Runtime's `quantize_dynamic` writes them, a node of integers, a
+    cast, and a multiplication by the product of the scales."""
+    found = {scaled.result: scaled for scaled in _scaled(Graph(model))}
+    if not found:
+        return model
+    read = Counter(name for node in model.graph.node for name in node.input)
+    multiplied = Counter(scaled.scales for scaled in found.values())
+    gone = {name for scaled in found.values() for name in (scaled.node.output[0], scaled.cast)}
+    gone |= {name for name, count in multiplied.items() if read[name] == count}
+
+    def rewrite(graph: Graph, node: NodeProto) -> bool:
+        scaled = found.get(node.output[0])
+        if scaled is None:
+            return node.output[0] in gone
+        product, scale = scaled.node, scaled.weight_scale
+        data = graph.op("DequantizeLinear", [product.input[0], scaled.scale, product.input[2]])
+        weight = graph.value(product, 1)
+        assert weight is not None
+        zeros = graph.constant(np.full(scale.shape, _middle(weight), weight.dtype))
+        axis = 1 if product.op_type == "MatMulInteger" else 0
+        real = graph.op("DequantizeLinear", [product.input[1], graph.constant(scale), zeros], axis=axis)
+        graph.op(_SUMS[product.op_type], [data, real], scaled.result, **graph.attributes(product))
+        return True
+
+    return Graph(model).rewrite(dict.fromkeys((*_SUMS, "Cast", "Mul"), rewrite))
+
+
+def _scaled(graph: Graph) -> Iterator[_Scaled]:
+    for node in graph.nodes("Mul"):
+        for first, second in ((0, 1), (1, 0)):
+            cast, scales = graph.only_reader(node, first, "Cast"), graph.made_by(node, second, "Mul")
+            product = None if cast is None else graph.only_reader(cast, 0, *_SUMS)
+            if cast is None or scales is None or product is None or graph.dtype(cast.output[0]) != TensorProto.FLOAT:
+                continue
+            quantizes = graph.made_by(product, 0, "DynamicQuantizeLinear")
+            if quantizes is None or [graph.input(product, 0), graph.input(product, 2)] != list(quantizes.output[::2]):
+                continue
+            places = [place for place in (0, 1) if scales.input[place] == quantizes.output[1]]
+            scale = graph.value(scales, 1 - places[0]) if places else None
+            fitting = None if scale is None else _weight_scale(graph, product, scale)
+            if fitting is not None and scales.output[0] not in graph.outputs:
+                yield _Scaled(
+                    product, cast.output[0], quantizes.output[1], fitting, scales.output[0], node.output[0]
+                )  # fmt: skip
+
+
+def _weight_scale(graph: Graph, node: NodeProto, scale: NDArray[Any]) -> NDArray[np.float32] | None:
+    """One, or one for each column or channel of output; None if the weights are not constants around zero."""
+    weight, zero = graph.value(node, 1), graph.value(node, 3)
+    if weight is None or weight.dtype not in (np.int8, np.uint8) or scale.dtype != np.float32:
+        return None
+    if zero is None and graph.input(node, 3):
+        return None
+    if np.any((0 if zero is None else zero) != _middle(weight)):
+        return None
+    if node.op_type == "MatMulInteger":
+        count = weight.shape[-1]
+        fits = weight.ndim == 2 and scale.ndim < 2
+    else:
+        count = weight.shape[0]
+        alone = scale.size == 1 and scale.ndim <= weight.ndim
+        fits = alone or scale.shape[-weight.ndim + 1 :] == (count, *[1] * (weight.ndim - 2))
+    if not fits or scale.size not in (1, count):
+        return None
+    return scale.reshape(-1) if scale.size > 1 else scale.reshape(())
+
+
+def _middle(weight: NDArray[Any]) -> int:
+    """The zero point around which integers of this type lie."""
+    return 128 if weight.dtype == np.uint8 else 0
+
 
 #: Operators of ONNX Runtime's own.
 CONTRIBUTED: Final[Mapping[str, Rewrite]] = {

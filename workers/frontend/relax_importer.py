@@ -14,6 +14,7 @@ from tvm import relax, te
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from workers.frontend import onnx_model
+from workers.graph.dynamic import quantize_dynamically
 from workers.said import last_line
 
 
@@ -55,8 +56,17 @@ def _extremum(largest: bool) -> Any:
     return convert
 
 
+def _dynamic_quantize(builder: relax.BlockBuilder, inputs: list[Any], _attrs: dict[str, Any]) -> Any:
+    """TVM's own has a scale of 0 for zeros alone, where ONNX Runtime has 1, and takes a kernel for each step."""
+    [data] = inputs
+    if str(data.ty.dtype) != "float32" or not data.ty.shape.values:
+        return None
+    return quantize_dynamically(builder, data)
+
+
 #: Converters in the place of TVM's; None from one leaves the node to TVM's.
 _CONVERTERS: Final[Mapping[str, Callable[[Any, list[Any], dict[str, Any]], Any]]] = {
+    "DynamicQuantizeLinear": _dynamic_quantize,
     "ReduceMax": _extremum(True),
     "ReduceMin": _extremum(False),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ class Graph:
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._types: dict[str, tuple[int, tuple[int, ...] | None]] = {}
         graph = self._model.graph
+        self._makers = {name: node for node in graph.node for name in node.output}
+        self._readers = Counter(name for node in graph.node for name in node.input)
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
             known = tensor.HasField("shape") and all(d.HasField("dim_value") for d in tensor.shape.dim)
@@ -64,6 +67,21 @@ class Graph:
         """The constant that an input is, None if it is absent or computed."""
         tensor = self._constants.get(self.input(node, index))
         return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
+
+    def nodes(self, op_type: str) -> Iterator[NodeProto]:
+        """Those of the standard's operator in the model as it was."""
+        return (node for node in self._model.graph.node if node.op_type == op_type and node.domain in ("", "ai.onnx"))
+
+    def made_by(self, node: NodeProto, index: int, *op_types: str) -> NodeProto | None:
+        """The node that an input came from in the model as it was, if it is one of these operators."""
+        maker = self._makers.get(self.input(node, index))
+        return maker if maker is not None and maker.op_type in op_types else None
+
+    def only_reader(self, node: NodeProto, index: int, *op_types: str) -> NodeProto | None:
+        """The same, if nothing else reads what came from it."""
+        name = self.input(node, index)
+        maker = self.made_by(node, index, *op_types)
+        return maker if self._readers[name] == 1 and name not in self.outputs else None
 
     @staticmethod
     def input(node: NodeProto, index: int) -> str:

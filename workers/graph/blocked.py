@@ -58,7 +58,7 @@ from workers.graph.nodes import size_of as _hw
 from workers.graph.nodes import window_of as _window
 from workers.graph.parts import Fused, Window
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
-from workers.graph.quantized import folded, grid_of
+from workers.graph.quantized import Grid, folded, grid_of
 
 Array = NDArray[Any]
 
@@ -103,7 +103,6 @@ class BlockedGraph(IntegerNodes):
         self.block = block
         self.half = half
         super().__init__(module, block, signed=signed)
-        self._module = module
         self._products: dict[int, _Product] = {}
         self._merged_heads: dict[int, int] = {}  #: by the anchor of a product, the heads that its result is made of
         for node in self._nodes:
@@ -636,6 +635,7 @@ class _Emission:
             fused, others = self._fuse(group, data.slots, shape)
         else:
             # An average of integers lies on their grid as they do.
+            assert isinstance(integers.grid, Grid)
             data = self._blocked(integers.source, None)
             first = Step("dequantize", (VALUE, ("number", integers.grid.scale), ("number", float(integers.grid.zero))))
             fused, others = self._fuse(
@@ -648,7 +648,7 @@ class _Emission:
             window, count = _pool_window(node), bool(node.attributes.count_include_pad)
         pool = Pooling(
             kind, shape[0], data.slots.blocks, *data.size, self._graph.block, window, count, Fused(), fused,
-            data.dtype, 0 if integers is None else integers.grid.zero,
+            data.dtype, 0 if integers is None else integers.zero,
         )  # fmt: skip
         return _Blocked(self._call(pool, [data.variable], others=others), data.slots, shape)
 

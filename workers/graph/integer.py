@@ -10,6 +10,11 @@ quantization that follows at once has its scale in `m` too. Rounding is to the n
 the lower bound of the integers: so computes ONNX Runtime's QLinearConv (Jacob et al., "Quantization and Training of
 Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, with the multiplier in float32).
 
+Of data that is quantized dynamically zero point and scale are known at run time only, one tensor of both
+(`workers.graph.dynamic`). The constants are then Σ w and scale_w, and a bias is a step of the epilogue:
+
+    scale_x · scale_w · (Σ w·x − zero_x · Σ w)
+
 Data is blocked as in `workers.graph.computations`. Weights come in fours of slots, [out blocks, in units, kh, kw,
 unit / 4, block, 4]: what the dot products of `vpdpbusd` (VNNI) read in one load.
 """
@@ -57,10 +62,13 @@ class IntegerConvolution(BlockedConvolution):
     signed: bool = False  #: whether data is read less 128, as int8: `added` is then of a zero point that much lower
     groups: int = 1
     group_channels: tuple[int, int] = (0, 0)  #: of each of several groups, in and out
+    dynamic: bool = False  #: whether the data's grid is known at run time only; `data_zero` is then of no meaning
 
     def __post_init__(self) -> None:
         if self.block % FOUR or (self.prologue and not self.plain_channels):
             raise ValueError(f"blocks of {self.block}, a prologue of {len(self.prologue.program.steps)} steps")
+        if self.dynamic and (self.prologue or self.groups > 1):
+            raise ValueError("a grid that is known at run time only, of groups or behind a prologue")
         if self.groups > 1 and (self.plain_channels or not all(self.group_channels)):
             raise ValueError(f"{self.groups} groups of {self.group_channels} channels")
 
@@ -136,6 +144,22 @@ def real(total: Any, constants: tuple[Any, Any], index: Sequence[Any]) -> Any:
     return (total + added[block, slot]).astype("float32") * factor[block, slot]
 
 
+def _grids(product: IntegerConvolution | IntegerDense) -> list[Any]:
+    """Parameters of a function of integers behind its constants: the grid of its data, if it has one at run time."""
+    return [te.placeholder((2,), name="grid")] if product.dynamic else []
+
+
+def _real_of(
+    product: IntegerConvolution | IntegerDense, total: Any, constants: tuple[Any, Any], grids: Sequence[Any],
+    index: Sequence[Any],
+) -> Any:  # fmt: skip
+    if not grids:
+        return real(total, constants, index)
+    [grid], (sums, scale), (_, block, _, _, slot) = grids, constants, index
+    zero = grid[1].astype("int32") - (BELOW if product.signed else 0)
+    return (total - zero * sums[block, slot]).astype("float32") * (grid[0] * scale[block, slot])
+
+
 def offsets(zero: int, weight: NDArray[np.int8], bias: NDArray[np.int64]) -> NDArray[np.int32]:
     """What is added to the sum of each row of `weight`, [rows, …]; `bias` [rows] is in units of scale_x · scale_w.
 
@@ -150,9 +174,18 @@ def offsets(zero: int, weight: NDArray[np.int8], bias: NDArray[np.int64]) -> NDA
     return added.astype(np.int32)
 
 
+def run_constants(zeros: tuple[int, int], weight: NDArray[np.int8]) -> NDArray[np.int32]:
+    """What a zero point that is known at run time only is multiplied by and taken off the sum of each row of `weight`,
+    [rows, …], with. OverflowError if 32 bits may be too few for a zero point between these two."""
+    for zero in zeros:
+        offsets(zero, weight, np.zeros(len(weight), np.int64))
+    sums: NDArray[np.int32] = weight.reshape(len(weight), -1).sum(1, dtype=np.int32)
+    return sums
+
+
 def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
     """A function of data, weights, what is added to the sums and what these are multiplied by (both [out blocks,
-    block]), other inputs of the epilogue, and the result.
+    block]), the grid of the data if that is known at run time only, other inputs of the epilogue, and the result.
 
     Blocks: `quantized` (of plain float32), `stage` (data padded, or its few channels side by side), `sum`, `result`.
     """
@@ -163,6 +196,8 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
     data = te.placeholder(conv.data_shape, conv.data_dtype, name="data")
     weight = te.placeholder(conv.weight_shape, "int8", name="weight")
     added, factor = constants(o_, v_)
+    grids = _grids(conv)
+    outside = grids[0][1].astype("uint8") if grids else tirx.const(conv.data_zero, "uint8")
     post = conv.epilogue.placeholders("post")
     read = data
     if conv.prologue:
@@ -180,7 +215,7 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
                 value = source[n, tirx.min(i, channels - 1), h - top, w - left]
             else:
                 value = source[n, c, h - top, w - left, i]
-            return te.if_then_else(inside, value, tirx.const(conv.data_zero, "uint8"))
+            return te.if_then_else(inside, value, outside)
 
         read = te.compute((n_, conv.in_blocks, reach_h, reach_w, conv.unit), pad, name="stage")
     extents = (conv.reads, kh_, kw_, conv.unit // FOUR, FOUR)
@@ -202,7 +237,7 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
 
     result = te.compute(
         (n_, o_, oh_, ow_, v_),
-        lambda *index: finish(real(total[index], (added, factor), index), index),
+        lambda *index: finish(_real_of(conv, total[index], (added, factor), grids, index), index),
         name="result",
     )
     geometry = {
@@ -211,7 +246,7 @@ def convolution(conv: IntegerConvolution) -> tvm.tirx.PrimFunc:
         "others": len(post), "bytes": int(conv.dtype == "uint8"),
         **({"signed": 1} if conv.signed else {}),
     }  # fmt: skip
-    return function_of([data, weight, added, factor, *post, result], "integer", geometry)
+    return function_of([data, weight, added, factor, *grids, *post, result], "integer", geometry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +262,7 @@ class IntegerDense:
     block: int
     signed: bool = False
     epilogue: Fused = field(default_factory=Fused)
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if not self.fits(self.length, self.outputs, self.block):
@@ -271,6 +307,7 @@ def dense(product: IntegerDense) -> tvm.tirx.PrimFunc:
     data = te.placeholder((rows, product.length), "uint8", name="data")
     weight = te.placeholder(product.weight_shape, "int8", name="weight")
     added, factor = constants(blocks, block)
+    grids = _grids(product)
     post = product.epilogue.placeholders("post")
     extents = (product.length // unit, 1, 1, unit // FOUR, FOUR)
     ic, kh, kw, fours, four = (
@@ -288,7 +325,8 @@ def dense(product: IntegerDense) -> tvm.tirx.PrimFunc:
 
     def finish(n: Any, o: Any, h: Any, w: Any, v: Any) -> Any:
         inputs = [tensor[w, o * block + v] if len(tensor.shape) == 2 else tensor[0, o, 0, 0, v] for tensor in post]
-        return product.epilogue.program.evaluate(real(total[n, o, h, w, v], (added, factor), (n, o, h, w, v)), inputs)
+        value = _real_of(product, total[n, o, h, w, v], (added, factor), grids, (n, o, h, w, v))
+        return product.epilogue.program.evaluate(value, inputs)
 
     result = te.compute((1, blocks, 1, rows, block), finish, name="result")
     geometry = {
@@ -297,7 +335,7 @@ def dense(product: IntegerDense) -> tvm.tirx.PrimFunc:
         "bytes": int(product.dtype == "uint8"),
         **({"signed": 1} if product.signed else {}),
     }  # fmt: skip
-    function = function_of([data, weight, added, factor, *post, result], "integer", geometry)
+    function = function_of([data, weight, added, factor, *grids, *post, result], "integer", geometry)
     schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": function}))
     schedule.transform_layout(schedule.get_sblock("result"), ("write", 0), lambda n, o, h, w, v: (w, o * block + v))
     return schedule.mod["main"]

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-import numpy as np
 import tvm
 from numpy.typing import NDArray
 from tvm import relax
 
 from workers.graph.computations import Computation, Pooling
+from workers.graph.dynamic import RunGrid, run_grid
 from workers.graph.folding import in_units
-from workers.graph.integer import IntegerConvolution, IntegerDense, offsets
+from workers.graph.integer import IntegerConvolution, IntegerDense, run_constants
 from workers.graph.layout import Slots
 from workers.graph.nodes import (
     Blocked,
@@ -55,7 +55,7 @@ class Integers:
     """What an operator reads that sums integers: uint8 data on a grid, or float32 that is quantized to it first."""
 
     source: Any
-    grid: Grid
+    grid: Grid | RunGrid
     weights: Weights | None  #: None for an average
     absorbed: tuple[int, ...]  #: nodes that it does the work of
     quantizes: bool = False
@@ -63,9 +63,14 @@ class Integers:
     rows: bool = False  #: whether it is plain rows, and so is the result
 
     @property
-    def summed(self) -> Grid:
-        """The grid of the integers that are multiplied."""
-        return replace(self.grid, zero=self.grid.zero - BELOW) if self.signed else self.grid
+    def zero(self) -> int:
+        """The zero point of the data; 0 if that is known at run time only."""
+        return self.grid.zero if isinstance(self.grid, Grid) else 0
+
+    @property
+    def below(self) -> int:
+        """What the integers that are multiplied are less than those of the grid."""
+        return BELOW if self.signed else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class IntegerNodes:
 
     def __init__(self, module: tvm.ir.IRModule, block: int, *, signed: bool) -> None:
         """NotBlockable if `main` is not one dataflow block of static shapes."""
+        self._module = module
         self._block = block
         self._signed = signed  #: whether dot products are of int8 by int8
         self._nodes = list(read(module))
@@ -108,7 +114,7 @@ class IntegerNodes:
             InReal(
                 node.operator,
                 node.shape,
-                "its scale or zero point is known at run time only: int32 times int32"
+                "its weights have a zero point, or its sums are read as integers: int32 times int32"
                 if _sums_wide_integers(node)
                 else self._reasons.get(node.index, "no kernel of bytes computes it"),
             )
@@ -131,6 +137,17 @@ class IntegerNodes:
             return None
         grid = grid_of(node.arguments, dtype_of(node.arguments[0]))
         return node if grid is not None and grid.dtype == "uint8" else None
+
+    def _dequantized_by_run(self, expression: Any) -> tuple[Any, RunGrid] | None:
+        """The uint8 that this dequantizes, and their grid, if that is known at run time only."""
+        node = self._node(expression)
+        if node is None or node.operator != "dequantize" or dtype_of(node.arguments[0]) != "uint8":
+            return None
+        scale, zero = (self._node(argument) for argument in node.arguments[1:])
+        if scale is None or zero is None:
+            return None
+        grid = run_grid(self._module, scale.value, zero.value)
+        return None if grid is None else (node.arguments[0], grid)
 
     def _may_end_at(self, node: Node) -> bool:
         """Whether a kernel may have this as its last: not real numbers that another would rather have as integers."""
@@ -156,20 +173,29 @@ class IntegerNodes:
     def _sum_of(self, node: Node) -> Integers | str:
         """What it reads, or why it does not read integers."""
         dequantized = self._dequantized(node.arguments[0])
-        if dequantized is None:
+        by_run = self._dequantized_by_run(node.arguments[0])
+        grid: Grid | RunGrid | None
+        absorbed: tuple[int, ...] = ()
+        if dequantized is not None:
+            source, absorbed = dequantized.arguments[0], (dequantized.index,)
+            grid = grid_of(dequantized.arguments, dtype_of(source))
+        elif by_run is not None:
+            # What dequantizes it is not absorbed: others may read that.
+            source, grid = by_run
+        else:
             return "its data is not quantized to 8 bits on one scale"
-        source = dequantized.arguments[0]
-        grid = grid_of(dequantized.arguments, dtype_of(source))
         assert grid is not None
         if node.operator in AVERAGES:
             fits = averages_pixels(node) if node.operator == "mean" else fits_pool(node)
-            if not self._is_blocked(source) or not fits:
+            if not self._is_blocked(source) or not fits or isinstance(grid, RunGrid):
                 return "its data is not blocked, or its window not one of pixels"
-            return Integers(source, grid, None, (dequantized.index,))
+            return Integers(source, grid, None, absorbed)
         if node.operator == "nn.conv2d":
             rows = False
             if not is_nchw(node):
                 return "its layout is not NCHW"
+            if isinstance(grid, RunGrid) and int(node.attributes.groups) > 1:
+                return "its scale and zero point are known at run time only, and it is of groups"
             outputs, rank = 0, 4
         else:
             # Few rows, and what is blocked, are images of one pixel.
@@ -182,14 +208,15 @@ class IntegerNodes:
         if weights is None:
             return "its other operand is not a constant of int8 around zero"
         signed = self._signed and not (node.operator == "nn.conv2d" and is_depthwise(node))
-        found = Integers(source, grid, weights, (dequantized.index,), signed=signed, rows=rows)
+        found = Integers(source, grid, weights, absorbed, signed=signed, rows=rows)
         try:
-            offsets(found.summed.zero, weights.integers, np.zeros(len(weights.scales), np.int64))
+            _constants_of(found, weights, [], [])
         except OverflowError as error:
             return str(error)
         made = self._node(source)
         if (
             made is not None
+            and dequantized is not None
             and made.operator == "quantize"
             and made.index not in self._group_of
             and made.uses == [dequantized.index]
@@ -202,12 +229,24 @@ class IntegerNodes:
         return found
 
     def _reads_weights(self, node: Node) -> bool:
-        """Whether this dequantizes what is read as integers alone."""
+        """Whether this dequantizes what is read as integers alone, weights or data."""
         return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
 
 
 def _sums_wide_integers(node: Node) -> bool:
     return node.operator in _SUMS and dtype_of(node.variable) == "int32"
+
+
+def _constants_of(
+    integers: Integers, weights: Weights, steps: Sequence[Step], operands: Sequence[Any]
+) -> tuple[Array, Array, list[Step], list[Any]]:
+    """`in_units`, or of a grid that is known at run time only the same with all steps left. OverflowError if 32 bits
+    may be too few for a sum."""
+    if isinstance(integers.grid, Grid):
+        summed = replace(integers.grid, zero=integers.grid.zero - integers.below)
+        return in_units(steps, operands, summed, weights)
+    zeros = (-integers.below, 255 - integers.below)
+    return run_constants(zeros, weights.integers), weights.scales, list(steps), list(operands)
 
 
 class Emission(Protocol):
@@ -239,15 +278,17 @@ def integer_convolution(
 ) -> Blocked:
     """A convolution or product of rows, from sums of integers to whatever its epilogue makes of them."""
     block, grid = emission._graph.block, integers.grid
+    dynamic = isinstance(grid, RunGrid)
     if node.operator == "nn.conv2d" and int(node.attributes.groups) > 1:
         return (_depthwise if is_depthwise(node) else _grouped)(emission, group, node, integers, weights, shape)
     window = window_of(node) if node.operator == "nn.conv2d" else Window()
     out = emission._wanted_slots(group.operands, shape) or Slots.in_order(shape[1], block)
-    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    added, factor, steps, operands = _constants_of(integers, weights, group.steps, group.operands)
     fused, others = emission._fuse(group, out, shape, None, steps, operands)
     source = integers.source
     pre = Fused()
     if integers.quantizes:
+        assert isinstance(grid, Grid)
         numbers = (grid.scale, grid.zero, *grid.bounds)
         pre = Fused(Program((Step("quantize", (VALUE, *(("number", float(n)) for n in numbers))),)))
     arranged = out.fill(weights.integers)
@@ -260,12 +301,13 @@ def integer_convolution(
             *size_of(shape_of(source)),
             out.blocks,
             block,
-            grid.zero,
+            integers.zero,
             window,
             channels,
             pre,
             fused,
             integers.signed,
+            dynamic=dynamic,
         )
         if len(shape_of(source)) != 4:
             value = emission._builder.emit(relax.op.reshape(value, conv.data_shape))
@@ -278,14 +320,16 @@ def integer_convolution(
             *data.size,
             out.blocks,
             block,
-            grid.zero,
+            integers.zero,
             window,
             0,
             pre,
             fused,
             integers.signed,
+            dynamic=dynamic,
         )
-    variable = emission._call(conv, [value], weight=arranged, others=[*_constants(out, added, factor), *others])
+    constants = _constants(emission, integers, out, added, factor)
+    variable = emission._call(conv, [value], weight=arranged, others=[*constants, *others])
     return Blocked(variable, out, shape)
 
 
@@ -294,14 +338,14 @@ def _depthwise(
 ) -> Blocked:
     """A convolution of each channel by itself: slots stay what they are."""
     data = emission._blocked(integers.source, None)
-    added, factor, steps, operands = in_units(group.steps, group.operands, integers.grid, weights)
+    added, factor, steps, operands = _constants_of(integers, weights, group.steps, group.operands)
     fused, others = emission._fuse(group, data.slots, shape, None, steps, operands)
     pool = Pooling(
         "depthwise", shape[0], data.slots.blocks, *data.size, emission._graph.block, window_of(node), False, Fused(),
-        fused, data.dtype, integers.grid.zero,
+        fused, data.dtype, integers.zero,
     )  # fmt: skip
     packed = data.slots.fill(weights.integers[:, 0])
-    constants = _constants(data.slots, added, factor)
+    constants = _constants(emission, integers, data.slots, added, factor)
     return Blocked(
         emission._call(pool, [data.variable], weight=packed, others=[*constants, *others]), data.slots, shape
     )
@@ -315,13 +359,13 @@ def _grouped(
     channels = shape_of(integers.source)[1]
     data = emission._blocked(integers.source, Slots.in_order(channels, block))
     out = Slots.in_order(shape[1], block)
-    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    added, factor, steps, operands = _constants_of(integers, weights, group.steps, group.operands)
     fused, others = emission._fuse(group, out, shape, None, steps, operands)
     conv = IntegerConvolution(
-        shape[0], data.slots.blocks, *data.size, out.blocks, block, integers.grid.zero, window_of(node), 0, Fused(),
+        shape[0], data.slots.blocks, *data.size, out.blocks, block, integers.zero, window_of(node), 0, Fused(),
         fused, integers.signed, groups, (channels // groups, shape[1] // groups),
     )  # fmt: skip
-    arranged, constants = out.fill(weights.integers), _constants(out, added, factor)
+    arranged, constants = out.fill(weights.integers), _constants(emission, integers, out, added, factor)
     return Blocked(emission._call(conv, [data.variable], weight=arranged, others=[*constants, *others]), out, shape)
 
 
@@ -332,15 +376,17 @@ def integer_dense(
     outputs, length, _, _ = weights.integers.shape
     rows = math.prod(node.shape[:-1])
     slots = Slots.in_order(outputs, emission._graph.block)
-    added, factor, steps, operands = in_units(group.steps, group.operands, integers.summed, weights)
+    added, factor, steps, operands = _constants_of(integers, weights, group.steps, group.operands)
     fused, others = emission._fuse_rows(steps, operands, slots, rows)
-    dense = IntegerDense(rows, length, outputs, slots.block, integers.signed, fused)
+    dynamic = isinstance(integers.grid, RunGrid)
+    dense = IntegerDense(rows, length, outputs, slots.block, integers.signed, fused, dynamic)
     data = emission._rows_of(integers.source, rows)
-    constants = _constants(slots, added, factor)
+    constants = _constants(emission, integers, slots, added, factor)
     result = emission._call(dense, [data], weight=weights.integers, others=[*constants, *others])
     return emission._reshaped(result, (rows, outputs), shape)
 
 
-def _constants(slots: Slots, added: Array, factor: Array) -> list[Any]:
-    """One of each for a slot, [blocks, block]."""
-    return [relax.const(slots.fill(vector).reshape(slots.blocks, slots.block)) for vector in (added, factor)]
+def _constants(emission: Emission, integers: Integers, slots: Slots, added: Array, factor: Array) -> list[Any]:
+    """One of each for a slot, [blocks, block], and the grid of the data if that is known at run time only."""
+    found = [relax.const(slots.fill(vector).reshape(slots.blocks, slots.block)) for vector in (added, factor)]
+    return [*found, emission._plain(integers.grid.tensor)] if isinstance(integers.grid, RunGrid) else found

@@ -87,13 +87,13 @@ def choices(function: tirx.PrimFunc, cpu: Cpu, count: int, seed: int) -> list[Co
 
 def check(
     taken: Taken, host: Host, *, cpu: Cpu = AVX512, count: int = 3, seed: int = 0,
-    quanta: Mapping[str, float] | None = None, exact: bool = False,
+    quanta: Mapping[str, float] | None = None, exact: bool = False, as_written: bool = False,
 ) -> int:  # fmt: skip
     """Every variant of every kernel of the model computes what ONNX Runtime does, under `count` choices each.
 
-    Outputs named in `quanta` may differ by that much, and in few places, `exact` ones in nothing; ONNX Runtime then
-    runs the graph as it is written. The number of emissions run. AssertionError says which output differs, and under
-    which choices.
+    Outputs named in `quanta` may differ by that much, and in few places, `exact` ones in nothing; with `quanta`, or if
+    asked for, ONNX Runtime runs the graph as it is written. The number of emissions run. AssertionError says which
+    output differs, and under which choices.
     """
     emissions = []
     functions: dict[str, tirx.PrimFunc] = {}
@@ -102,8 +102,9 @@ def check(
         names = {name: f"{name}_{choose.number(computation)}" for name, computation in computations.items()}
         emissions.append((module, names, choose))
         for variable, function in module.functions.items():
-            if variable.name_hint in names:
-                name = names[variable.name_hint]
+            if isinstance(function, tirx.PrimFunc):
+                # What the importer has written as a function stays as it is.
+                name = names.setdefault(variable.name_hint, variable.name_hint)
                 functions[name] = function.with_attr("global_symbol", name)
     # Less TVM's comparison of every argument with its buffer, a fifth of all that LLVM would do: `_run` compares them.
     usual = pipeline.pass_context()
@@ -112,7 +113,7 @@ def check(
         library = tvm.compile(elementary.lower_module(tvm.IRModule(functions)), target=host.target)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    if quanta:
+    if quanta or as_written:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(taken.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     example = reference.example_inputs(taken.inputs, seed)
