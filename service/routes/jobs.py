@@ -25,6 +25,7 @@ from service.resolve import (
     known_device,
     known_model,
     refuse_on,
+    refuse_range,
 )
 from service.routes.models import FILE_PARTS, keep_model
 from service.schemas import Inward, JobIn, JobList, JobOut, JobPage, JobsQuery, TargetSpecIn
@@ -211,6 +212,7 @@ def _resolve(
     for position, inputs in enumerate(wanted.inputs_of_jobs()):
         with _located(wanted, position):
             key = key_for(model, device, inputs, quantization, options)
+            refuse_range(key)
             spec = JobSpec(key, wanted.search.to_config(), wanted.quantization.min_sqnr_db)
             if spec in specs:
                 raise InvalidRequest("it is there already; give each shape once", field="inputs")
