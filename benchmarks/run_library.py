@@ -1,6 +1,7 @@
-"""Runs a fetched library in this process and compares it with ONNX Runtime: `run_library.py FOLDER MODEL.onnx`.
+"""Runs a fetched library in this process and compares it with ONNX Runtime: `run_library.py FOLDER MODEL.onnx [SIZE]`.
 
-Needs TVM's runtime, NumPy and ONNX Runtime, and nothing of Tunery: this is what a user's own program does. Prints JSON.
+Needs TVM's runtime, NumPy and ONNX Runtime, and nothing of Tunery: this is what a user's own program does. Of a library
+for a range, SIZE is the one to be run, the largest point if there is none; `service.loading` cuts it. Prints JSON.
 """
 
 import json
@@ -8,7 +9,10 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 folder, model = Path(sys.argv[1]), Path(sys.argv[2])
 manifest = json.loads((folder / "manifest.json").read_text())
@@ -24,16 +28,28 @@ from tvm import relax
 
 
 def main() -> dict[str, float]:
-    machine = relax.VirtualMachine(tvm.runtime.load_module(str(folder / "library.so")), tvm.cpu())
-
+    ranged = manifest.get("range")
+    shapes = {spec["name"]: list(spec["shape"]) for spec in manifest["inputs"]}
+    if ranged is not None and len(sys.argv) > 3:
+        for shape, axis in zip(shapes.values(), ranged["axes"], strict=True):
+            if axis is not None:
+                shape[axis] = int(sys.argv[3])
     generator = np.random.default_rng(7)
     arrays = {
-        spec["name"]: np.asarray(generator.standard_normal(spec["shape"])).astype(spec["dtype"])
+        spec["name"]: np.asarray(generator.standard_normal(shapes[spec["name"]])).astype(spec["dtype"])
         for spec in manifest["inputs"]
     }
-    tensors = [tvm.runtime.tensor(arrays[spec["name"]]) for spec in manifest["inputs"]]
-    result = machine["main"](*tensors)
-    outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
+    run: Callable[[], Any]
+    if ranged is not None:
+        from service.loading import load
+
+        run = partial(load(folder), arrays)
+        outputs = run()
+    else:
+        machine = relax.VirtualMachine(tvm.runtime.load_module(str(folder / "library.so")), tvm.cpu())
+        run = partial(machine["main"], *(tvm.runtime.tensor(arrays[spec["name"]]) for spec in manifest["inputs"]))
+        result = run()
+        outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = manifest["key_fields"]["device"]["cores"]
@@ -45,7 +61,7 @@ def main() -> dict[str, float]:
     samples: dict[str, list[float]] = {"tuned_s": [], "onnxruntime_s": []}
     for _ in range(30):  # in turns, so that a busy machine is busy for both
         for name, call in (
-            ("tuned_s", lambda: machine["main"](*tensors)),
+            ("tuned_s", run),
             ("onnxruntime_s", lambda: session.run(None, arrays)),
         ):
             start_s = time.perf_counter()

@@ -47,7 +47,7 @@ from service.client import (
 )
 from service.supervisor import StartFailed, Supervisor, settings_complaint
 from tuning_db.jobs import TUNERS
-from tuning_db.keys import CALIBRATION_METHODS, DeviceIdentity
+from tuning_db.keys import CALIBRATION_METHODS, ArtifactKey, DeviceIdentity, parse_shape, spell_shape
 
 USAGE: Final = 2
 CACHE_MISS: Final = 3
@@ -76,7 +76,8 @@ InputOption = Annotated[
     typer.Option(
         "--input",
         metavar="NAME=1,3,48,192",
-        help="An input's shape; NAME:float32[1,3,48,192] too. Repeat, for one input too: a job and a key each.",
+        help="An input's shape; NAME:float32[1,3,48,192] too. 1..32 is a range that one library serves, 1..32/1/8/32 "
+        "one that is searched at these sizes. Repeat, for one input too: a job and a key each.",
     ),
 ]
 WinogradOption = Annotated[
@@ -731,19 +732,20 @@ def _model(text: str) -> str:
 
 def _inputs(texts: Sequence[str] | None) -> tuple[dict[str, dict[str, Any]], list[dict[str, dict[str, Any]]]]:
     """The inputs of all shapes, and those of each of several shapes: the first time that an input is given is for the
-    first of them, and so on. ``NAME=1,3,48,192`` or ``NAME:float32[1,3,48,192]``; a name may hold any character."""
+    first of them, and so on. ``NAME=1,3,48,192`` or ``NAME:float32[1,3,48,192]``, sizes as `parse_shape` reads them; a
+    name may hold any character."""
     inputs: dict[str, list[dict[str, Any]]] = {}
     for text in texts or ():
         value: dict[str, Any]
-        if typed := re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ]*)\]", text):
+        if typed := re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ./]*)\]", text):
             name, value = typed[1], {"dtype": typed[2]}
             dims = typed[3]
-        elif plain := re.fullmatch(r"(?s)(.+)=([-0-9, ]*)", text):
+        elif plain := re.fullmatch(r"(?s)(.+)=([-0-9, ./]*)", text):
             name, value, dims = plain[1], {}, plain[2]
         else:
             raise typer.BadParameter(f"{text!r} is not NAME=1,3,48,192", param_hint="--input")
         try:
-            value["shape"] = [int(dim) for dim in dims.split(",")] if dims.strip() else []
+            value["shape"] = parse_shape(dims)
         except ValueError:
             raise typer.BadParameter(f"{text!r}: {dims!r} is not a list of sizes", param_hint="--input") from None
         inputs.setdefault(name, []).append(value)
@@ -764,8 +766,10 @@ def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("key", manifest["key"]),
         ("model", key["model"]),
         ("device", DeviceIdentity.from_json(key["device"]).name),
-        ("inputs", _shapes({spec["name"]: spec for spec in key["inputs"]})),
+        ("inputs", _shapes(ArtifactKey.from_json(key).asked_inputs())),
     ]
+    for point in (manifest.get("range") or {}).get("points", []):
+        facts.append((f"latency at {point['size']}", f"{point['latency_s'] * 1e3:.3f} ms"))
     for name, taken in manifest.get("latency", {}).items():
         facts.append((f"latency, {name}", f"{taken['median_s'] * 1e3:.3f} ms"))
         if "with_copies" in taken:
@@ -805,7 +809,7 @@ def _fetched(fetched: FetchedLibrary) -> dict[str, Any]:
 
 
 def _shapes(inputs: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={','.join(map(str, value['shape']))}" for name, value in inputs.items())
+    return " ".join(f"{name}={spell_shape(value['shape'])}" for name, value in inputs.items())
 
 
 def _dimensions(shape: Sequence[int | str | None]) -> str:

@@ -21,6 +21,7 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from service.packing import DataFileRefused, Packed, packed, packed_samples
+from tuning_db.keys import spell_shape
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _PROBLEM: Final = "application/problem+json"
@@ -28,8 +29,9 @@ _CHUNK_BYTES: Final = 1 << 18
 
 T = TypeVar("T")
 
-#: ``{"x": [1, 3, 224, 224]}`` or ``{"x": {"shape": [1, 3, 224, 224], "dtype": "float32"}}``.
-Inputs: TypeAlias = Mapping[str, Sequence[int] | Mapping[str, Any]]
+#: ``{"x": [1, 3, 224, 224]}`` or ``{"x": {"shape": [1, 3, 224, 224], "dtype": "float32"}}``. In place of a size may
+#: stand a range, ``{"range": [1, 32]}``, or ``{"range": [1, 32], "points": [1, 8, 32]}`` with the sizes to be searched.
+Inputs: TypeAlias = Mapping[str, Sequence[int | Mapping[str, Any]] | Mapping[str, Any]]
 
 
 class TuneryClientError(Exception):
@@ -368,7 +370,7 @@ class Tunery:
         return [
             self._get(
                 "/v1/artifacts",
-                common | {"input": [f"{n}:{v['dtype']}[{','.join(map(str, v['shape']))}]" for n, v in spelled.items()]},
+                common | {"input": [f"{n}:{v['dtype']}[{spell_shape(v['shape'])}]" for n, v in spelled.items()]},
             )
             for spelled in wanted
         ]

@@ -133,6 +133,10 @@ def invalid_request_of(
     path += [str(step) for step in complaint["loc"] if step not in ("body", "query", "path", "header")]
     if path[:2] in (["device", "by-name"], ["device", "by-attributes"]):
         del path[1]  # pydantic's name for the branch of the union, not a field
+    for place in range(3, len(path)):
+        if path[place - 2] == "shape" and path[place] in ("a-size", "a-range"):
+            del path[place]  # the same
+            break
     field = shorten(".".join(path)) or "body"
     if complaint["type"] == "extra_forbidden":
         return errors.InvalidRequest(f"{field} is not a field of this request; check its spelling", field=field)

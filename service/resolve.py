@@ -103,6 +103,20 @@ def refuse_on(device: Device, quantization: QuantizationConfig, options: BuildOp
         )
 
 
+def refuse_range(key: ArtifactKey) -> None:
+    """Raises UnsupportedOption for a range of what one library can be made for fixed shapes alone."""
+    if key.range is None:
+        return
+    scheme = key.quantization.scheme
+    what = scheme if scheme != "none" else "GPUs" if key.device.kind == "cuda" else None
+    if what is not None:
+        name = next(spec.name for spec, axis in zip(key.inputs, key.range.axes, strict=True) if axis is not None)
+        raise UnsupportedOption(
+            f"input {name!r}: a range of sizes is not available with {what} in this version; ask for `shapes`",
+            field=f"inputs.{name}.shape",
+        )
+
+
 def key_for(
     model: ModelInfo,
     device: Device,
@@ -110,15 +124,17 @@ def key_for(
     quantization: QuantizationConfig,
     options: BuildOptions,
 ) -> ArtifactKey:
-    """The key of the library that a worker of the device would make now. ShapeMismatch as `ModelInfo.bind`."""
+    """The key of the library that a worker of the device would make now. ShapeMismatch as `ModelInfo.bind_range`."""
+    bound, dimension = model.bind_range(inputs)
     return ArtifactKey(
         model=model.digest,
-        inputs=model.bind(inputs),
+        inputs=bound,
         device=device.identity,
         target=device.target,
         toolchain=device.toolchain,
         quantization=quantization,
         options=options,
+        range=dimension,
     )
 
 

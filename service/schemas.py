@@ -28,8 +28,23 @@ class Inward(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class RangeIn(Inward):
+    """In place of a size: one library serves every size of a range."""
+
+    range: Annotated[list[Whole], Field(min_length=2, max_length=2)]
+    points: Annotated[list[Whole], Field(min_length=1, max_length=64)] | None = Field(
+        None, description="the sizes that are searched and have a function of their own; what lies between is cut"
+    )
+
+
+Dimension = Annotated[
+    Annotated[Whole, Tag("a-size")] | Annotated[RangeIn, Tag("a-range")],
+    Discriminator(lambda value: "a-range" if isinstance(value, dict | RangeIn) else "a-size"),
+]
+
+
 class InputIn(Inward):
-    shape: Annotated[list[Whole], Field(max_length=64)]
+    shape: Annotated[list[Dimension], Field(max_length=64)]
     dtype: Annotated[str, Field(max_length=32)] | None = None
 
 
@@ -175,7 +190,8 @@ class JobsQuery(BaseModel):
 
 
 class ArtifactQuery(BaseModel):
-    """A key spelled as a query. `input` is repeated, one for each input: NAME:DTYPE[1,3,224,224]."""
+    """A key spelled as a query. `input` is repeated, one for each input: NAME:DTYPE[1,3,224,224], in which 1..32 is a
+    range, and 1..32/1/8/32 one with its points."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -291,7 +307,7 @@ class JobOut(BaseModel):
                 "model": key.model,
                 "device": key.device.name,
                 "target": key.target,
-                "inputs": {i.name: {"dtype": i.dtype, "shape": list(i.shape)} for i in key.inputs},
+                "inputs": key.asked_inputs(),
                 "quantization": key.quantization.to_json()
                 | ({} if job.spec.min_sqnr_db is None else {"min_sqnr_db": job.spec.min_sqnr_db}),
                 "options": to_json(key.options),

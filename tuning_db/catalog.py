@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tuning_db.errors import InvalidRequest, ShapeMismatch
-from tuning_db.keys import ArtifactKey, DeviceIdentity, Json, TensorSpec, Toolchain
+from tuning_db.keys import (
+    MOST_ITEMS,
+    MOST_POINTS,
+    ArtifactKey,
+    DeviceIdentity,
+    DimensionRange,
+    Json,
+    TensorSpec,
+    Toolchain,
+    default_points,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,67 @@ class ModelInfo:
                 )
         symbols: dict[str, tuple[int, str]] = {}
         return tuple(_bind_port(port, shapes.get(port.name), symbols) for port in self.inputs)
+
+    def bind_range(
+        self, shapes: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[tuple[TensorSpec, ...], DimensionRange | None]:
+        """As `bind`, but one size of an input's shape may be ``{"range": [1, 32], "points": [1, 8, 32]}``, the same in
+        each input that has one; the points may be left out (`default_points`). The inputs then have the range's end.
+
+        Raises InvalidRequest, naming the input, for what is no range or more than one.
+        """
+        axes: dict[str, int] = {}
+        found: tuple[str, tuple[int, int, tuple[int, ...]]] | None = None
+        for name, wanted in shapes.items():
+            for axis, size in enumerate(wanted["shape"]):
+                if not isinstance(size, Mapping):
+                    continue
+                if name in axes:
+                    raise InvalidRequest(
+                        f"input {name!r} has ranges in dimensions {axes[name]} and {axis}; a library serves one",
+                        field=f"inputs.{name}.shape",
+                    )
+                axes[name] = axis
+                ends = _range_of(size, f"input {name!r}: dimension {axis}", f"inputs.{name}.shape")
+                if found is not None and found[1] != ends:
+                    raise InvalidRequest(
+                        f"input {name!r}: dimension {axis} has another range, or other points, than input "
+                        f"{found[0]!r}; a library serves one range",
+                        field=f"inputs.{name}.shape",
+                    )
+                found = found or (name, ends)
+        if found is None:
+            return self.bind(shapes), None
+        low, high, points = found[1]
+        # Twice: a size that is fixed in one place and a range in another must not pass for equalling one end.
+        _, inputs = (
+            self.bind({n: _at(wanted, axes.get(n), size) for n, wanted in shapes.items()}) for size in (low, high)
+        )
+        return inputs, DimensionRange(low, high, points, tuple(axes.get(port.name) for port in self.inputs))
+
+
+def _at(wanted: Mapping[str, Any], axis: int | None, size: int) -> Mapping[str, Any]:
+    return (
+        wanted if axis is None else {**wanted, "shape": [*wanted["shape"][:axis], size, *wanted["shape"][axis + 1 :]]}
+    )
+
+
+def _range_of(size: Mapping[str, Any], what: str, field: str) -> tuple[int, int, tuple[int, ...]]:
+    """Low, high and points, ascending. InvalidRequest for what is no range."""
+    low, high = size["range"]
+    if not 1 <= low < high <= MOST_ITEMS:
+        raise InvalidRequest(
+            f"{what} is the range {low} to {high}; it must begin with 1 or more and end above that, by {MOST_ITEMS}",
+            field=field,
+        )
+    points = tuple(sorted(set(size.get("points") or default_points(low, high))))
+    if points[0] != low or points[-1] > high or points[-1] < 2 or len(points) > MOST_POINTS:
+        raise InvalidRequest(
+            f"{what} has the points {', '.join(map(str, points[:16]))}; up to {MOST_POINTS} are possible, the first of "
+            f"them {low}, none above {high}, and one at least of 2 or more",
+            field=field,
+        )
+    return low, high, points
 
 
 def _bind_port(port: PortSpec, wanted: Mapping[str, Any] | None, symbols: dict[str, tuple[int, str]]) -> TensorSpec:

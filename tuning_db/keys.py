@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Self, TypeAlias
 
@@ -33,6 +33,10 @@ MODES: Final = ("static", "dynamic")
 CALIBRATION_METHODS: Final = ("minmax", "entropy", "percentile")
 #: Percent of a tensor's values that the method `percentile` keeps in range, unless the request says otherwise.
 PERCENTILE: Final = 99.999
+
+#: A range of a dimension ends here at most, and has so many points at most: each is a model of its own to search.
+MOST_ITEMS: Final = 1024
+MOST_POINTS: Final = 8
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -98,7 +102,8 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One graph input or output with every dimension bound. Written ``NAME:DTYPE[1,3,224,224]``."""
+    """One graph input or output with every dimension bound. Written ``NAME:DTYPE[1,3,224,224]``, as `parse_input` reads
+    it."""
 
     name: str
     dtype: str
@@ -121,21 +126,82 @@ class TensorSpec:
         return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]"
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """The inverse of `str`. The name may hold any character, colons and brackets too."""
-        match = re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ]*)\]", text)
-        if match is None:
-            raise InvalidRequest(f"input {text!r} is not NAME:DTYPE[1,3,224,224]", field="input")
-        name, dtype, dims = match.groups()
-        try:
-            shape = tuple(int(d) for d in dims.split(",")) if dims.strip() else ()
-        except ValueError:
-            raise InvalidRequest(f"input {text!r}: [{dims}] is not a list of whole numbers", field="input") from None
-        return cls(name, dtype, shape)
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(data["name"], data["dtype"], tuple(data["shape"]))
+
+
+def parse_input(text: str) -> tuple[str, dict[str, Any]]:
+    """Name, and dtype and shape as a request has them, of ``NAME:DTYPE[1,3,224,224]``. The name may hold any character,
+    colons and brackets too."""
+    match = re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ./]*)\]", text)
+    if match is None:
+        raise InvalidRequest(f"input {text!r} is not NAME:DTYPE[1,3,224,224]", field="input")
+    name, dtype, dims = match.groups()
+    try:
+        return name, {"dtype": dtype, "shape": parse_shape(dims)}
+    except ValueError:
+        raise InvalidRequest(f"input {text!r}: [{dims}] is not a list of sizes", field="input") from None
+
+
+def parse_shape(text: str) -> list[int | dict[str, list[int]]]:
+    """``1,3,224,224``, in which ``1..32`` is a range, and ``1..32/1/8/32`` one with its points. ValueError for else."""
+    return [_parse_dimension(part) for part in text.split(",")] if text.strip() else []
+
+
+def _parse_dimension(text: str) -> int | dict[str, list[int]]:
+    ends, *points = text.split("/")
+    low, dots, high = ends.partition("..")
+    if not dots:
+        return int(text)
+    found = {"range": [int(low), int(high)]}
+    return {**found, "points": [int(point) for point in points]} if points else found
+
+
+def spell_shape(shape: Iterable[Any]) -> str:
+    """The inverse of `parse_shape`."""
+    return ",".join(
+        "/".join(["..".join(map(str, size["range"])), *map(str, size.get("points") or ())])
+        if isinstance(size, Mapping)
+        else str(size)
+        for size in shape
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionRange:
+    """A dimension of the inputs in which one library serves every size from `low` to `high`.
+
+    Of each of `points` (ascending, `low` the first of them) it has a function of its own, searched at that size; what
+    lies between is cut into pieces of such sizes (`tuning_db.pieces`).
+    """
+
+    low: int
+    high: int
+    points: tuple[int, ...]
+    axes: tuple[int | None, ...]  #: each input's axis of that dimension, in the model's order; None: it has none
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(data["name"], data["dtype"], tuple(data["shape"]))
+        return cls(data["low"], data["high"], tuple(data["points"]), tuple(data["axes"]))
+
+    def at(self, inputs: Sequence[TensorSpec], size: int) -> tuple[TensorSpec, ...]:
+        """The inputs with that size in this dimension."""
+        return tuple(
+            spec if axis is None else replace(spec, shape=(*spec.shape[:axis], size, *spec.shape[axis + 1 :]))
+            for spec, axis in zip(inputs, self.axes, strict=True)
+        )
+
+    def between(self) -> int | None:
+        """A size in the middle of those that are no points; None if all are."""
+        others = [size for size in range(self.low, self.high + 1) if size not in self.points]
+        return others[len(others) // 2] if others else None
+
+
+def default_points(low: int, high: int) -> tuple[int, ...]:
+    """Where a range is searched if nothing is said: at its low end, at 8 and 64 times that, and at its high end unless
+    that is further still. A larger batch gains little over pieces of it."""
+    powers = [low * 8**power for power in range(3)]
+    return tuple(sorted({*(size for size in powers if size <= high), *([high] if high <= powers[-1] else [])}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,17 +352,37 @@ class ArtifactKey:
     """Everything that a tuned library depends on."""
 
     model: str  #: digest of graph and weights
-    inputs: tuple[TensorSpec, ...]  #: in the model's order
+    inputs: tuple[TensorSpec, ...]  #: in the model's order; of a range, with its largest size
     device: DeviceIdentity
     target: str  #: canonical JSON of the resolved TVM target
     toolchain: Toolchain
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     options: BuildOptions = field(default_factory=BuildOptions)
+    range: DimensionRange | None = None  #: None: every dimension is fixed, and the JSON has no such member
 
     def to_json(self) -> dict[str, Json]:
         data = to_json(self)
         assert isinstance(data, dict)
+        if self.range is None:
+            del data["range"]
         return {"key_version": KEY_VERSION, **data}
+
+    def functions(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """The inputs of each of the library's functions: `main`, or of a range one for each point, the largest last."""
+        if self.range is None:
+            return {"main": self.inputs}
+        return {f"main_{size}": self.range.at(self.inputs, size) for size in self.range.points}
+
+    def asked_inputs(self) -> dict[str, dict[str, Json]]:
+        """The inputs by name as a request has them: `dtype` and `shape`, a range among its sizes."""
+        asked: dict[str, dict[str, Json]] = {}
+        for position, spec in enumerate(self.inputs):
+            shape: list[Json] = list(spec.shape)
+            axis = None if self.range is None else self.range.axes[position]
+            if self.range is not None and axis is not None:
+                shape[axis] = {"range": [self.range.low, self.range.high], "points": list(self.range.points)}
+            asked[spec.name] = {"dtype": spec.dtype, "shape": shape}
+        return asked
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -311,6 +397,7 @@ class ArtifactKey:
             toolchain=Toolchain.from_json(data["toolchain"]),
             quantization=QuantizationConfig.from_json(data["quantization"]),
             options=BuildOptions.from_json(data["options"]),
+            range=DimensionRange.from_json(data["range"]) if "range" in data else None,
         )
 
     def digest(self) -> str:
@@ -372,7 +459,7 @@ def nearest(wanted: ArtifactKey, stored: Iterable[ArtifactKey], limit: int = 3) 
 
 
 def _differences(path: str, wanted: Json, stored: Json) -> Iterable[FieldDifference]:
-    if isinstance(wanted, dict) and isinstance(stored, dict):
+    if isinstance(wanted, dict) and isinstance(stored, dict) and path != "range":  # which is one wish
         for name in [*wanted, *(n for n in stored if n not in wanted)]:
             yield from _differences(f"{path}.{name}" if path else name, wanted.get(name), stored.get(name))
     elif path == "inputs" and isinstance(wanted, list) and isinstance(stored, list):

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -47,8 +48,9 @@ from tuning_db.errors import (
     kind_of,
 )
 from tuning_db.jobs import Claim, Job, JobError
-from tuning_db.keys import ArtifactKey, Json, to_json
+from tuning_db.keys import ArtifactKey, DimensionRange, Json, TensorSpec, to_json
 from tuning_db.layout import blob_dir
+from tuning_db.pieces import Slab
 from tuning_db.store import TuningStore
 from workers.devices.identity import UnusableDevice
 from workers.devices.lane import lane_of
@@ -60,6 +62,9 @@ from workers.search.templates.knobs import Cpu
 from workers.settings import Settings
 
 if TYPE_CHECKING:
+    import tvm
+    from onnx import ModelProto
+
     from workers.frontend.onnx_import import Imported
     from workers.graph.memory import MemoryPlan
     from workers.search.candidates import Choice, Operator
@@ -110,6 +115,7 @@ class Made:
     graphs: Mapping[str, Mapping[str, Json]]  #: by path, what the manifest's `graph` tells of a library
     outcome: SearchOutcome
     threads: int  #: of the CPU, for it or for the engines that a GPU is compared with
+    slabs: tuple[Slab | None, ...] | None = None  #: of a range, where an item lies in each output
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,39 +155,49 @@ class Attempt:
             self._check_toolchain()
             from workers.frontend.onnx_import import import_onnx
 
+            if self.key.range is not None and self.lane.board(self.key, _CHECK_TIMEOUT_S) is not None:
+                raise UnsupportedOption(
+                    "a range of sizes is not available on boards in this version; ask for `shapes`", field="inputs"
+                )
             stored = self.store.model(self.key.model)
             path = self.blobs.path_verified(stored.blob)
             quantized = None
             if self.key.quantization.scheme != "none":
                 quantized = self._quantize(path)
                 path = quantized.model
-            self.stage("import", f"reading the model with {', '.join(map(str, self.key.inputs))}")
-            imported = import_onnx(path, self.key.inputs, self.scratch)
-            reference = self.scratch / "reference.onnx"
-            reference.write_bytes(imported.bound.SerializeToString())
-            if quantized is not None and self.key.quantization.scheme == "fp16":
-                reference = quantized.fp32
-
+            imports: dict[str, Imported] = {}
+            for function, inputs in self.key.functions().items():
+                self.stage("import", f"reading the model with {', '.join(map(str, inputs))}")
+                imported = imports[function] = import_onnx(path, inputs, self.scratch)
             self.stage("graph", f"{imported.nodes_before} nodes, {imported.nodes_after} after folding")
-            made = make(imported)
+            made = make(imports)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         libraries = made.libraries
-        verdict = self._compare(reference, libraries, made.threads, quantized)
+        verdicts: dict[str, dict[str, Any]] = {}
+        for function, inputs in self.key.functions().items():
+            reference = self._reference(function, imports[function].bound)
+            if quantized is not None and self.key.quantization.scheme == "fp16":
+                reference = quantized.fp32
+            verdicts[function] = self._compare(reference, inputs, libraries, made.threads, quantized, function=function)
+        verdict = combined(list(verdicts.values()))
         outcome = self._settle(verdict, libraries, made.outcome)
         label = self._pick(verdict, outcome)
-        latency = {
-            name: _latency(samples)
-            | {part: _latency(taken) for part, taken in verdict["parts_s"].get(name, {}).items()}
-            for name, samples in verdict["samples_s"].items()
-        }
+        latency = _latencies(verdict["samples_s"], verdict["parts_s"])
+        told_range = None
+        if self.key.range is not None:
+            told_range = self._range(self.key.range, made, verdicts, label, swapped=outcome is not made.outcome)
+            told_range["checked_between"] = self._check_between(
+                self.key.range, told_range, path, libraries[label], made.threads
+            )
         digest, size = self.blobs.put(Path(libraries[label]))
         self.stage("publish", f"{label} library, {latency[label]['median_s'] * 1e3:.3f} ms")
         manifest: dict[str, Json] = {
             "manifest_version": MANIFEST_VERSION,
-            "entry": "main",
-            "inputs": to_json(self.key.inputs),
+            "entry": function,
+            "inputs": to_json(inputs),
             "outputs": to_json(imported.outputs),
+            "range": told_range,
             "format": "tvm-relax-vm-so",
             "variant": label,
             "latency": to_json(latency),
@@ -211,7 +227,7 @@ class Attempt:
         self.store.publish(self.claim, (digest, size), latency[label]["median_s"], manifest)
 
     @contextmanager
-    def _maker(self) -> Iterator[Callable[[Imported], Made]]:
+    def _maker(self) -> Iterator[Callable[[Mapping[str, Imported]], Made]]:
         """What makes the libraries for a device of this kind. What differs by kind is behind it."""
         if self.key.device.kind == "cuda":
             if self.key.quantization.scheme == "int8":
@@ -225,8 +241,9 @@ class Attempt:
         with ForkServer(preload(intrinsics)) as server:
             yield partial(self._make_for_cpu, server)
 
-    def _make_for_cpu(self, server: ForkServer, imported: Imported) -> Made:
-        """The untuned library, and one or two with the schedules that a search has found."""
+    def _make_for_cpu(self, server: ForkServer, imports: Mapping[str, Imported]) -> Made:
+        """The untuned library, and one or two with the schedules that a search has found. Each has a function for each
+        of `imports`, whose operators are searched together."""
         import tvm
 
         from workers.devices.local_cpu import cpu_of
@@ -234,21 +251,27 @@ class Attempt:
         from workers.graph import pipeline
         from workers.graph.operators import Model
         from workers.packaging import library
+        from workers.search.candidates import together
         from workers.search.records import Records
 
         target_json = with_options(self.key.target, self.key.options)
         target = tvm.target.Target(json.loads(target_json))
         cpu = cpu_of(self.key.device)
         with target, pipeline.pass_context(self.key.options.opt_level):
-            simplified = pipeline.simplify()(imported.module)
-            untuned_module = pipeline.lower_operators()(simplified)
+            simplified = {name: pipeline.simplify()(imported.module) for name, imported in imports.items()}
+            untuned_modules = {name: pipeline.lower_operators()(module) for name, module in simplified.items()}
+        largest = list(imports)[-1]
+        slabs = None if self.key.range is None else self._prove(untuned_modules[largest], self.key.range)
         untuned = self.scratch / "untuned.so"
         libraries = {"untuned": str(untuned)}
-        plans = {str(untuned): library.compile_library(untuned_module, target, untuned)}
+        plans = {str(untuned): library.compile_functions(library.merge(untuned_modules), target, untuned)[largest]}
         records = Records(self.store, self.claim, self.key.record_scope())
         half = self.key.quantization.scheme == "fp16"
-        model = Model(simplified, target, cpu.lanes, self.key.options.winograd, cpu.dot, half)
-        operators = model.extract(records.adopt)
+        models = {
+            name: Model(module, target, cpu.lanes, self.key.options.winograd, cpu.dot, half)
+            for name, module in simplified.items()
+        }
+        operators, names = together({name: model.extract(records.adopt) for name, model in models.items()})
 
         search = self.job.spec.search
         self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
@@ -257,17 +280,35 @@ class Attempt:
         for label, choices in outcome.candidates():
             path = self.scratch / f"{label}.so"
             libraries[label] = str(path)
-            plans[str(path)] = library.compile_library(model.assemble(choices), target, path)
+            modules = {
+                name: model.assemble({own: choices[common] for own, common in names[name].items()})
+                for name, model in models.items()
+            }
+            plans[str(path)] = library.compile_functions(library.merge(modules), target, path)[largest]
         told: dict[str, Json] = {
             "operators": len(operators),
-            "quantized_sums": model.integer_sums(),
-            **({"weights": model.weight_types()} if half else {}),
+            "quantized_sums": models[largest].integer_sums(),
+            **({"weights": models[largest].weight_types()} if half else {}),
             "kernels_before": plans[str(untuned)].kernels.total(),
         }
         graphs = {path: {**told, **_reported(plan)} for path, plan in plans.items()}
-        return Made(libraries, graphs, outcome, cpu.threads)
+        return Made(libraries, graphs, outcome, cpu.threads, slabs)
 
-    def _make_for_gpu(self, imported: Imported) -> Made:
+    def _prove(self, module: tvm.ir.IRModule, dimension: DimensionRange) -> tuple[Slab | None, ...]:
+        """Where the items lie in each output. UnsupportedOption if it cannot be shown that the model, lowered for the
+        largest point, keeps them apart."""
+        from workers.graph.rows import RowsMixed, prove
+
+        try:
+            return prove(module, dimension.axes, dimension.points[-1])
+        except RowsMixed as error:
+            raise UnsupportedOption(
+                f"one library cannot serve a range of this model, as it could not be shown that it computes each item "
+                f"of a batch by itself: {error}; ask for `shapes`",
+                field="inputs",
+            ) from None
+
+    def _make_for_gpu(self, imports: Mapping[str, Imported]) -> Made:
         """The untuned library alone: there is no space of schedules to search."""
         import tvm
 
@@ -279,7 +320,9 @@ class Attempt:
         target = tvm.target.Target(json.loads(self.key.target))
         options = self.key.options
         half = self.key.quantization.scheme == "fp16"
-        module = gpu_library.lower(imported.module, target, half=half, keep_float32=half, opt_level=options.opt_level)
+        module = gpu_library.lower(
+            imports["main"].module, target, half=half, keep_float32=half, opt_level=options.opt_level
+        )
         self.stage("build", f"machine code for {self.key.device.arch}")
         path = self.scratch / "untuned.so"
         cubins = gpu_library.compile_library(module, target, path, fast_math=options.fast_math)
@@ -454,15 +497,87 @@ class Attempt:
                 failures += event.type == "trial" and event.data["outcome"] != "measured"
         return elapsed_s, failures
 
+    def _reference(self, name: str, bound: ModelProto) -> Path:
+        path = self.scratch / f"{name}.onnx"
+        path.write_bytes(bound.SerializeToString())
+        return path
+
+    def _range(
+        self,
+        dimension: DimensionRange,
+        made: Made,
+        verdicts: Mapping[str, Mapping[str, Any]],
+        label: str,
+        *,
+        swapped: bool,
+    ) -> dict[str, Json]:
+        """What a manifest says of a range: all that running the library takes, and the latencies at each point.
+        `swapped`: the second library took the place of the tuned one."""
+        points: list[Json] = []
+        for size, (function, verdict) in zip(dimension.points, verdicts.items(), strict=True):
+            samples = dict(verdict["samples_s"])
+            second = samples.pop(SECOND, None)
+            if swapped:
+                samples["tuned"] = second
+            latency = _latencies(samples)
+            points.append(
+                {
+                    "size": size,
+                    "function": function,
+                    "latency_s": latency[label]["median_s"],
+                    "latency": to_json(latency),
+                }
+            )
+        return {
+            "low": dimension.low,
+            "high": dimension.high,
+            "axes": list(dimension.axes),
+            "outputs": to_json(made.slabs),
+            "points": points,
+        }
+
+    def _check_between(
+        self, dimension: DimensionRange, told: Mapping[str, Json], path: Path, library: str, threads: int
+    ) -> int | None:
+        """The size between the points at which the library, run in pieces, agrees with the reference; None if there is
+        none. CheckFailed if it does not agree: the points alone cannot show that a model computes with the size
+        itself."""
+        from workers.frontend.onnx_import import bound_model
+
+        size = dimension.between()
+        if size is None:
+            return None
+        inputs = dimension.at(self.key.inputs, size)
+        reference = self._reference("between", bound_model(path, inputs))
+        check = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told)["checks"][
+            "ranged"
+        ]
+        if not check["ok"]:
+            raise CheckFailed(
+                f"at a size of {size}, between the points, the library does not agree with ONNX Runtime: "
+                f"{check['problem']}; the model computes with the size itself: ask for `shapes` instead of a range"
+            )
+        return size
+
     def _compare(
-        self, reference: Path, libraries: Mapping[str, str], threads: int, quantized: Quantized | None
+        self,
+        reference: Path,
+        inputs: Sequence[TensorSpec],
+        libraries: Mapping[str, str],
+        threads: int,
+        quantized: Quantized | None,
+        *,
+        function: str = "main",
+        told_range: Mapping[str, Json] | None = None,
     ) -> dict[str, Any]:
         from workers.packaging.on_gpu import OnGpu
         from workers.packaging.reference import Comparison
 
         board = self.lane.board(self.key, _CHECK_TIMEOUT_S)
         gpu = OnGpu(_as_dict(to_json(self.key.device))) if self.key.device.kind == "cuda" else None
-        comparison = Comparison(str(reference), libraries, self.key.inputs, threads, board=board, gpu=gpu)
+        comparison = Comparison(
+            str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu, function=function, range=told_range
+        )
         spec = self.scratch / "comparison.json"
         if quantized is not None:
             calibration = None if quantized.calibration is None else str(quantized.calibration)
@@ -526,6 +641,35 @@ def _compared(spec: Path, timeout_s: float) -> dict[str, Any]:
         raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
     verdict: dict[str, Any] = json.loads(done.stdout)
     return verdict
+
+
+def combined(verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The verdicts on several functions of the same libraries as one: of each library the first check that fails, and
+    as its time that of one inference by every function."""
+    first, *others = verdicts
+    if not others:
+        return first
+    checks = {
+        label: next((each["checks"][label] for each in verdicts if not each["checks"][label]["ok"]), check)
+        for label, check in first["checks"].items()
+    }
+    samples = {
+        label: [sum(taken) for taken in zip(*(each["samples_s"][label] for each in verdicts), strict=False)]
+        for label in first["samples_s"]
+        if all(label in each["samples_s"] for each in others)
+    }
+    return {"checks": checks, "samples_s": samples, "parts_s": {}}
+
+
+def _latencies(
+    samples_s: Mapping[str, Sequence[float]],
+    parts_s: Mapping[str, Mapping[str, Sequence[float]]] = MappingProxyType({}),
+) -> dict[str, dict[str, Any]]:
+    """What a manifest tells of each library's and engine's time, and of its parts."""
+    return {
+        name: _latency(samples) | {part: _latency(taken) for part, taken in parts_s.get(name, {}).items()}
+        for name, samples in samples_s.items()
+    }
 
 
 def _latency(samples_s: Sequence[float]) -> dict[str, Json]:

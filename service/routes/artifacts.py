@@ -13,7 +13,7 @@ from service.resolve import artifact_of, check_library, key_for, known_device, k
 from service.schemas import ArtifactQuery, QuantizationIn, manifest_of
 from service.services import ServicesDep
 from tuning_db.errors import BlobCorrupt, CacheMiss, InvalidRequest, NotFound
-from tuning_db.keys import BuildOptions, QuantizationConfig, TensorSpec
+from tuning_db.keys import BuildOptions, QuantizationConfig, parse_input
 
 router = APIRouter(tags=["artifacts"])
 
@@ -30,10 +30,10 @@ def find_artifact(query: Annotated[ArtifactQuery, Query()], services: ServicesDe
     device = known_device(services.store, query.device)
     inputs: dict[str, dict[str, Any]] = {}
     for text in query.input:
-        spec = TensorSpec.parse(text)
-        if spec.name in inputs:
-            raise InvalidRequest(f"input {shorten(spec.name, 80)!r} is given twice", field="input")
-        inputs[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape)}
+        name, value = parse_input(text)
+        if name in inputs:
+            raise InvalidRequest(f"input {shorten(name, 80)!r} is given twice", field="input")
+        inputs[name] = value
     quantization = _quantization_of(query.quantization)
     options = BuildOptions(fast_math=query.fast_math, winograd=query.winograd, reassociation=query.reassociation)
     key = key_for(model, device, inputs, quantization, options)

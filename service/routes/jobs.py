@@ -24,6 +24,7 @@ from service.resolve import (
     known_device,
     known_model,
     refuse_on,
+    refuse_range,
     uploaded_calibration,
     uploaded_model,
 )
@@ -212,6 +213,7 @@ def _resolve(
     for position, inputs in enumerate(wanted.inputs_of_jobs()):
         with _located(wanted, position):
             key = key_for(model, device, inputs, quantization, options)
+            refuse_range(key)
             spec = JobSpec(key, wanted.search.to_config(), wanted.quantization.min_sqnr_db)
             if spec in specs:
                 raise InvalidRequest("it is there already; give each shape once", field="inputs")

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from service.client import CacheMissError, Event, JobFailed, RequestRefused, Tunery
 from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
@@ -74,6 +76,72 @@ def test_a_model_comes_back_as_a_library_that_agrees_and_is_then_a_hit(
     with pytest.raises(CacheMissError) as miss:
         client.find(small_model, inputs={"image": [2, 8, 28, 28]})
     assert [d["field"] for d in miss.value.nearest[0]["differences"]] == ["inputs.image.shape"]
+
+
+def test_one_library_serves_a_range(service: Service, client: Tunery, small_model: Path, tmp_path: Path) -> None:
+    """A range of batches is one key and one library, searched at its points, that agrees with ONNX Runtime at all of
+    them and between; what lies outside is refused by name. Models that compute with the size, or mix the items, are
+    refused."""
+    ranged = {"image": [{"range": [1, 5], "points": [1, 4]}, 8, 28, 28]}
+    job = client.submit(small_model, inputs=ranged, search={"trials": 8, "seconds": 60})
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 7]) for name in "xy")
+    wrong = {}
+    for name, nodes in (
+        (
+            "scaling",
+            [
+                helper.make_node("Shape", ["x"], ["shape"], end=1),
+                helper.make_node("Cast", ["shape"], ["size"], to=TensorProto.FLOAT),
+                helper.make_node("Mul", ["x", "size"], ["y"]),
+            ],
+        ),
+        ("mixing", [helper.make_node("Softmax", ["x"], ["y"], axis=0)]),
+    ):
+        graph = helper.make_graph(nodes, name, [x], [y])
+        onnx.save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8),
+            tmp_path / f"{name}.onnx",
+        )
+        small = {"x": [{"range": [1, 3], "points": [1, 2]}, 7]}
+        wrong[name] = client.submit(tmp_path / f"{name}.onnx", inputs=small, search={"tuner": "none"})
+
+    job.wait(240)
+    assert job.job["spec"]["inputs"]["image"]["shape"][0] == ranged["image"][0]
+    fetched = client.fetch(job.key, tmp_path / "library")
+    told = fetched.manifest["range"]
+    assert [point["size"] for point in told["points"]] == [1, 4]
+    assert all(point["latency"]["onnxruntime"]["median_s"] > 0 for point in told["points"])
+    assert told["checked_between"] in (2, 3, 5)
+    script = f"""
+import json, numpy as np, onnxruntime
+from service.loading import load
+from tuning_db.pieces import OutOfRange
+library = load({str(fetched.library.parent)!r})
+session = onnxruntime.InferenceSession({str(small_model)!r})
+for batch in range(1, 6):
+    image = np.random.default_rng(batch).standard_normal((batch, 8, 28, 28)).astype("float32")
+    [wanted], [got] = session.run(None, {{"image": image}}), library({{"image": image}})
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+try:
+    library({{"image": np.zeros((6, 8, 28, 28), "float32")}})
+except OutOfRange as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    assert "'image': dimension 0 is 6; the library serves 1 to 5" in ran.stdout
+    run_library = [sys.executable, str(REPOSITORY / "benchmarks" / "run_library.py"), str(fetched.library.parent)]
+    ran = subprocess.run([*run_library, str(small_model), "3"], stdout=subprocess.PIPE, text=True, check=True)
+    assert json.loads(ran.stdout)["max_abs_diff"] < 1e-4
+
+    assert client.find(small_model, inputs=ranged)["key"] == job.key
+    with pytest.raises(CacheMissError) as miss:
+        client.find(small_model, inputs={"image": [5, 8, 28, 28]})
+    assert [d["field"] for d in miss.value.nearest[0]["differences"]] in (["range"], ["inputs.image.shape"])
+    with pytest.raises(JobFailed, match="computes with the size itself"):
+        wrong["scaling"].wait(240)
+    with pytest.raises(JobFailed, match=r"each item of a batch by itself: .*softmax") as mixed:
+        wrong["mixing"].wait(240)
+    assert mixed.value.kind == "unsupported-option"
 
 
 def test_more_trials_continue_from_the_records(service: Service, client: Tunery, small_model: Path) -> None:

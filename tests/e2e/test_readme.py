@@ -164,6 +164,14 @@ def test_several_shapes(up: Service, folder: Path) -> None:
     assert {manifest["key"] for manifest in manifests} == {path.name for path in (folder / "libraries").iterdir()}
 
 
+def test_a_range(up: Service, folder: Path) -> None:
+    """One library for all sizes of the range."""
+    script = smaller(f"{model_line()}\n" + "\n".join(blocks("For a range of sizes", "sh")), up.url)
+    run_shell(f"export TUNERY_URL={up.url}\n{script}", folder)
+    manifest = json.loads((folder / "ranged" / "manifest.json").read_text())
+    assert [point["size"] for point in manifest["range"]["points"]] == [1, 8]
+
+
 def test_an_altered_byte_is_never_served(up: Service, folder: Path) -> None:
     """A library damaged on disk becomes a miss, and asking again builds it from its records."""
     key = json.loads((folder / "job.json").read_text())["key"]
@@ -200,6 +208,7 @@ def test_every_command_of_the_readme_is_covered() -> None:
     covered = [
         *blocks("See it work", "sh"), *blocks("Run the tests", "sh"), *blocks("Use it", "sh"),
         *blocks("From curl", "sh"), *blocks("From CI", "sh"), *blocks("In several shapes", "sh"),
+        *blocks("For a range of sizes", "sh"),
         *blocks("In 8-bit integers", "sh"),
     ]  # fmt: skip
     assert re.findall(r"(?ms)^```sh\n(.*?)^```", README) == covered

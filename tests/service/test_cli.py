@@ -99,6 +99,22 @@ def test_several_shapes(service: Service, model: str, batch: int, tmp_path: Path
     assert [job["id"] for job in both["jobs"]] == [job["id"] for job in started[:2]]
 
 
+def test_a_range(service: Service, model: str, batch: int) -> None:
+    """A range is one job and one key, in the words of the request wherever it is shown; a range of other points is
+    another key, and the miss says so."""
+    low, high = batch % 500 + 2, batch % 500 + 400
+    asked = ["--input", f"x={low}..{high}/{low}/{high},4"]
+    job = answer_of(tunery(service, "submit", model, *asked, "--no-wait", "--json"))
+    assert job["spec"]["inputs"]["x"]["shape"] == [{"range": [low, high], "points": [low, high]}, 4]
+    assert f"x={low}..{high}/{low}/{high},4" in tunery(service, "jobs").stdout
+    service.finish(job["id"], b"ranged")
+    assert tunery(service, "key", model, *asked).stdout.split() == [job["key"]]
+    assert f"x={low}..{high}/{low}/{high},4" in tunery(service, "show", job["key"]).stdout
+    missed = tunery(service, "key", model, "--input", f"x={low}..{high}/{low},4")
+    assert missed.exit_code == CACHE_MISS
+    assert "\trange\t" in missed.stderr
+
+
 def test_one_of_several_fails(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     """When one of several jobs fails, the others are waited for and fetched, and the exit code is the failed one's."""
     asked = ["--input", f"x={batch},4", "--input", f"x={batch + 10**5},4"]

@@ -213,6 +213,17 @@ def test_a_shape_that_the_model_cannot_work_with_refuses_all(service: Service) -
         ({"inputs": {"x": {"shape": [-1, 4]}}}, "invalid-request", "inputs.x.shape"),
         ({"inputs": {"x": {"shape": [2, 4], "dtype": "int8"}}}, "invalid-request", "inputs.x.dtype"),
         ({"inputs": {"x": {"shape": [2, 4]}, "z": {"shape": [1]}}}, "shape-mismatch", "inputs.z"),
+        ({"inputs": {"x": {"shape": [{"range": [3, 2]}, 4]}}}, "invalid-request", "inputs.x.shape"),
+        ({"inputs": {"x": {"shape": [{"range": [1, 2, 3]}, 4]}}}, "invalid-request", "inputs.x.shape.0.range"),
+        ({"inputs": {"x": {"shape": [2, {"range": [4, 5]}]}}}, "shape-mismatch", "inputs.x.shape"),
+        (
+            {
+                "inputs": {"x": {"shape": [{"range": [1, 2]}, 4]}},
+                "quantization": {"scheme": "int8", "mode": "dynamic"},
+            },
+            "unsupported-option",
+            "inputs.x.shape",
+        ),
         ({"quantization": {"scheme": "fp16"}}, "unsupported-option", "quantization.scheme"),
         ({"quantization": {"scheme": "int8"}}, "invalid-request", "quantization.calibration"),
         ({"quantization": {"scheme": "int8", "calibration": "samples"}}, "invalid-request", "quantization.calibration"),

@@ -96,6 +96,52 @@ def test_refused(shapes: dict[str, Any], field: str, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
+@given(low=st.integers(1, 40), more=st.integers(1, 900), given=st.none() | st.sets(st.integers(1, 900), max_size=9))
+def test_binds_a_range(low: int, more: int, given: set[int] | None) -> None:
+    """Whatever the range and its points: either it is refused at its input, or every point lies in it, its low end is
+    one, and the model binds at each; two inputs that share the symbol share the range."""
+    high = min(low + more, 1024)
+    size = {"range": [low, high]} | ({} if not given else {"points": sorted(given)})
+    two = model(PortSpec("x", "float32", ("N", 3, None)), PortSpec("y", "int64", ("N",)), PortSpec("z", "int8", (5,)))
+    shapes = {"x": {"shape": [size, 3, 7]}, "y": {"shape": [size]}}
+    try:
+        inputs, found = two.bind_range(shapes)
+    except InvalidRequest:
+        assert given
+        assert min(given) != low or max(given) > high or max(given) < 2 or len(given) > 8
+        return
+    assert found is not None
+    assert found.points[0] == low
+    assert list(found.points) == sorted(given or found.points)
+    assert found.points[-1] <= high
+    assert found.axes == (0, 0, None)
+    assert [spec.shape for spec in inputs] == [(high, 3, 7), (high,), (5,)]
+    for point in found.points:
+        at = {spec.name: {"shape": list(spec.shape)} for spec in found.at(inputs, point)}
+        assert two.bind_range(at) == (found.at(inputs, point), None)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "field", "words"),
+    [
+        ([{"range": [4, 4]}, 3, 5], [4], "inputs.x.shape", "the range 4 to 4"),
+        ([{"range": [0, 4]}, 3, 5], [4], "inputs.x.shape", "the range 0 to 4"),
+        ([{"range": [1, 1025]}, 3, 5], [4], "inputs.x.shape", "by 1024"),
+        ([{"range": [1, 4]}, 3, 5], [4], "inputs.y.shape", "symbol 'N'"),
+        ([{"range": [1, 4]}, 3, 5], [{"range": [1, 5]}], "inputs.y.shape", "another range"),
+        ([{"range": [1, 4]}, 3, {"range": [1, 4]}], [4], "inputs.x.shape", "dimensions 0 and 2"),
+        ([2, {"range": [1, 4]}, 5], [2], "inputs.x.shape", "dimension 1 is 3 in the model"),
+        ([{"range": [1, 4], "points": [1]}, 3, 5], [4], "inputs.x.shape", "one at least of 2"),
+    ],
+)  # fmt: skip
+def test_ranges_refused(x: list[Any], y: list[Any], field: str, words: str) -> None:
+    """A range that is none, contradicts the model or another input is refused by input and dimension."""
+    two = model(PortSpec("x", "float32", ("N", 3, None)), PortSpec("y", "int64", ("N",)))
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        two.bind_range({"x": {"shape": x}, "y": {"shape": y}})
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("field", ["flops_per_s", "bytes_per_s", "flops_per_s_one_thread"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_no_roof(field: str, value: float) -> None:

@@ -21,6 +21,7 @@ from tuning_db.keys import (
     ArtifactKey,
     BuildOptions,
     DeviceIdentity,
+    DimensionRange,
     FieldDifference,
     QuantizationConfig,
     TensorSpec,
@@ -28,7 +29,10 @@ from tuning_db.keys import (
     canonical_json,
     is_sha256,
     nearest,
+    parse_input,
     sha256_json,
+    spell_shape,
+    to_json,
 )
 
 # Surrogates are no characters: JSON from a client cannot be encoded with them, so they never get this far.
@@ -43,6 +47,12 @@ SPECS = st.builds(
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Values for a field of a key, by its type."""
+    if hint is DimensionRange:
+        points = st.sets(st.integers(1, 64), min_size=1, max_size=3).map(sorted)
+        axes = st.lists(st.none() | st.integers(0, 3), max_size=4).map(tuple)
+        return st.builds(
+            lambda p, more, a: DimensionRange(p[0], p[-1] + more, tuple(p), a), points, st.integers(0, 9), axes
+        )
     if is_dataclass(hint):
         assert isinstance(hint, type)
         hints = get_type_hints(hint)
@@ -109,6 +119,7 @@ def test_the_walk_sees_every_field() -> None:
         "quantization.scheme", "quantization.calibration", "quantization.method", "quantization.exclude",
         "quantization.mode", "quantization.percentile", "quantization.per_channel",
         "options.fast_math", "options.opt_level", "options.winograd", "options.reassociation",
+        "range",
     }  # fmt: skip
 
 
@@ -123,9 +134,7 @@ def test_any_field_changes_the_key(path: tuple[str, ...], data: st.DataObject) -
     assert other.digest() != key.digest()
     (difference,) = other.diff(key)
     assert difference.field == ".".join(path)
-    assert canonical_json([difference.wanted, difference.stored]) == canonical_json(
-        [list(v) if isinstance(v, tuple) else v for v in (new, old)]
-    )
+    assert canonical_json([difference.wanted, difference.stored]) == canonical_json([to_json(new), to_json(old)])
     assert [d.field for d in key.diff(other)] == [".".join(path)]
 
 
@@ -299,7 +308,7 @@ def test_canonical_spelling() -> None:
 @given(spec=SPECS)
 def test_tensor_spec_round_trip(spec: TensorSpec) -> None:
     """NAME:DTYPE[SHAPE] reads back, whatever characters the name holds."""
-    assert TensorSpec.parse(str(spec)) == spec
+    assert parse_input(str(spec)) == (spec.name, {"dtype": spec.dtype, "shape": list(spec.shape)})
 
 
 @given(dtype=st.sampled_from(sorted(DTYPES)))
@@ -307,19 +316,38 @@ def test_tensor_spec_of_tricky_names(dtype: str) -> None:
     """Names that look like a part of the notation are still names."""
     for name in ("a:float32[1]", "[1]", ":", "x:int8[2]:y", "a\nb", " x "):
         spec = TensorSpec(name, dtype, (1, 2))
-        assert TensorSpec.parse(str(spec)) == spec
+        assert parse_input(str(spec)) == (spec.name, {"dtype": spec.dtype, "shape": list(spec.shape)})
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "x:float32", "x[1]", ":float32[1]", "x:float32[1,,2]", "x:float32[-1]", "x:float32[0]", "x:f32[1]",
-     "x:float32[1.5]", "x:float32[9999999999]", "x:float32[1]y", "x:float32[٣]"],
+    ["", "x", "x:float32", "x[1]", ":float32[1]", "x:float32[1,,2]", "x:float32[-1]", "x:float32[1.5]",
+     "x:float32[1..]", "x:float32[1/2]", "x:float32[1..2..3]", "x:float32[1]y", "x:float32[٣]"],
 )  # fmt: skip
 def test_tensor_spec_refuses(text: str) -> None:
     """What is not a whole name, dtype and list of sizes is refused with the field's name."""
     with pytest.raises(InvalidRequest) as caught:
-        TensorSpec.parse(text)
+        parse_input(text)
     assert caught.value.field.startswith("input")
+
+
+@given(st.data())
+def test_ranges_are_spelled_and_counted(data: st.DataObject) -> None:
+    """A query's spelling of a range, with points or without, reads back; a key with one reads back from its JSON, and
+    says so in the words of a request; a key without has no such member, as keys have always been."""
+    size = st.integers(1, 2**31 - 1)
+    ranged = st.fixed_dictionaries(
+        {"range": st.tuples(size, size).map(list)}, optional={"points": st.lists(size, min_size=1, max_size=4)}
+    )
+    shape = data.draw(st.lists(size | ranged, max_size=5))
+    assert parse_input(f"a:b:int8[{spell_shape(shape)}]") == ("a:b", {"dtype": "int8", "shape": shape})
+    fixed = make_key()
+    assert "range" not in fixed.to_json()
+    key = replace(fixed, range=DimensionRange(1, 32, (1, 8, 32), (0,) * len(fixed.inputs)))
+    assert ArtifactKey.from_json(json.loads(canonical_json(key.to_json()))) == key
+    assert [difference.field for difference in key.diff(fixed)] == ["range"]
+    asked = key.asked_inputs()[fixed.inputs[0].name]["shape"]
+    assert asked == [{"range": [1, 32], "points": [1, 8, 32]}, *fixed.inputs[0].shape[1:]]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**31, True, 1.0, "1", None])

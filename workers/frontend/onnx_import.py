@@ -36,9 +36,7 @@ class Imported:
 
 def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Imported:
     """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed."""
-    model = onnx_model.load(path)
-    onnx_model.check_operators(model)
-    onnx_model.bind(time_first(model), inputs)
+    model = bound_model(path, inputs)
     bound = ModelProto()
     bound.CopyFrom(model)
     folded = fold(inline_functions(quantized.standard(model)), scratch)
@@ -57,6 +55,14 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Impo
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
     return Imported(module, bound, outputs, len(model.graph.node), len(normalised.graph.node))
+
+
+def bound_model(path: Path, inputs: Sequence[TensorSpec]) -> ModelProto:
+    """The model as the reference runs it. Raises InvalidModel, UnsupportedOperator or ShapeMismatch."""
+    model = onnx_model.load(path)
+    onnx_model.check_operators(model)
+    onnx_model.bind(time_first(model), inputs)
+    return model
 
 
 def fold(model: ModelProto, scratch: Path) -> ModelProto:

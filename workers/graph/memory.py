@@ -81,18 +81,27 @@ class MemoryPlan:
 
 @tvm.transform.module_pass(opt_level=0, name="PlaceIntermediates")
 class PlaceIntermediates:
-    """The pass. `plan` tells afterwards what it came to."""
+    """The pass, for every model's function of a module. `plans` tells afterwards what it came to, by their names."""
 
     def __init__(self) -> None:
-        self.plan = MemoryPlan()
+        self.plans: dict[str, MemoryPlan] = {}
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Of `main`."""
+        return self.plans["main"]
 
     def transform_module(self, module: tvm.ir.IRModule, _context: Any) -> tvm.ir.IRModule:
-        main = module["main"]
-        if isinstance(main.body, relax.SeqExpr) and len(main.body.blocks) == 1:
-            module["main"] = _Placement(module, main, self.plan).function()
-            for variable, function in module.functions.items():
-                if isinstance(function, tvm.tirx.PrimFunc):
-                    module[variable] = _accept_offsets(function)
+        placed = False
+        for variable, main in list(module.functions.items()):
+            if isinstance(main, relax.Function):
+                plan = self.plans[variable.name_hint] = MemoryPlan()
+                if isinstance(main.body, relax.SeqExpr) and len(main.body.blocks) == 1:
+                    module[variable] = _Placement(module, main, plan).function()
+                    placed = True
+        for variable, function in list(module.functions.items()) if placed else ():
+            if isinstance(function, tvm.tirx.PrimFunc):
+                module[variable] = _accept_offsets(function)
         return module
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.relax import vm_build
 from tvm.s_tir import meta_schedule as ms
@@ -49,8 +51,39 @@ def apply_schedules(
         return pipeline.pack_weights()(applied)
 
 
+def merge(modules: Mapping[str, tvm.ir.IRModule]) -> tvm.ir.IRModule:
+    """One module with the `main` of each as a function of that name, and kernels named after it: a library of several
+    functions. Constants that are equal are stored once, as TVM's virtual machine does it. A module alone that is called
+    `main` stays as it is."""
+    if set(modules) == {"main"}:
+        return modules["main"]
+    functions: dict[tvm.ir.GlobalVar, Any] = {}
+    for name, module in modules.items():
+        renamed = {
+            variable: tvm.ir.GlobalVar(name if variable.name_hint == "main" else f"{name}_{variable.name_hint}")
+            for variable in module.functions
+        }
+        for old, new in renamed.items():
+            relax.expr._update_type(new, old.ty)
+        for variable, function in module.functions.items():
+            moved = tvm_ffi.structural_map(function, (tvm.ir.GlobalVar, partial(_looked_up, renamed)))
+            if variable.name_hint == "main":
+                moved = moved.with_attr("global_symbol", name)
+            functions[renamed[variable]] = moved
+    return tvm.IRModule(functions)
+
+
+def _looked_up(renamed: Mapping[Any, Any], variable: Any) -> Any:
+    return renamed[variable]
+
+
 def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Path) -> MemoryPlan:
     """Compile and link; returns what an inference will call. BuildFailed carries the compiler's last line."""
+    return compile_functions(module, target, path)["main"]
+
+
+def compile_functions(module: tvm.ir.IRModule, target: tvm.target.Target, path: Path) -> dict[str, MemoryPlan]:
+    """As `compile_library`, of what `merge` made: what an inference by each function will call."""
     place = PlaceIntermediates()
     arch = str(target.attrs["mtriple"]).partition("-")[0]
     try:
@@ -64,7 +97,7 @@ def compile_library(module: tvm.ir.IRModule, target: tvm.target.Target, path: Pa
             executable.export_library(str(path), addons=[str(file) for file in objects], fcompile=export_for(arch))
     except Exception as error:  # LLVM, the linker and every pass raise their own
         raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
-    return place.plan
+    return place.plans
 
 
 def _shares(module: tvm.ir.IRModule) -> list[tvm.ir.IRModule]:

@@ -28,7 +28,15 @@ from workers.packaging import baselines
 from workers.packaging.denormals import denormal_mode
 from workers.packaging.on_board import OnBoard, run_on_board
 from workers.packaging.on_gpu import OnGpu, run_on_gpu
-from workers.packaging.running import LibraryRefused, Ran, load_library, outputs_of, set_threads, time_in_turns
+from workers.packaging.running import (
+    LibraryRefused,
+    Ran,
+    load_library,
+    load_ranged,
+    outputs_of,
+    set_threads,
+    time_in_turns,
+)
 from workers.processes import die_with_parent
 from workers.quantize.samples import Samples
 from workers.said import first_line
@@ -72,6 +80,9 @@ class Comparison:
     board: OnBoard | None = None  #: where the libraries run, if that is not this machine
     gpu: OnGpu | None = None  #: or if that is a GPU of it
     scheme: str = "none"  #: how the libraries' numbers are represented
+    function: str = "main"  #: of the libraries, the one that is compared
+    #: A manifest's `range`: then the libraries are run by it, whatever functions that takes.
+    range: Mapping[str, Json] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -268,10 +279,16 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
     callers: dict[str, Callable[[], object]] = {"onnxruntime": timed}
     mode = denormal_mode()
     for label, path in comparison.libraries.items():
-        function = load_library(path)
-        arguments = [[tvm.runtime.tensor(example[spec.name]) for spec in comparison.inputs] for example in examples]
-        outputs[label] = [outputs_of(function(*each)) for each in arguments]
-        callers[label] = partial(function, *arguments[0])
+        arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
+        if comparison.range is not None:
+            ranged = load_ranged(path, comparison.range, [spec.name for spec in comparison.inputs])
+            outputs[label] = [ranged(each) for each in arrays]
+            callers[label] = partial(ranged, arrays[0])
+        else:
+            function = load_library(path, function=comparison.function)
+            arguments = [list(map(tvm.runtime.tensor, each)) for each in arrays]
+            outputs[label] = [outputs_of(function(*each)) for each in arguments]
+            callers[label] = partial(function, *arguments[0])
         if denormal_mode() != mode:
             raise LibraryRefused(f"the {label} library changes how the process that loads it treats denormal numbers")
     if baselines.available()["openvino"] is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from numpy.typing import NDArray
+
+from tuning_db.ranged import Function, Ranged
 
 #: Seconds that are spent on timing one library, once there are this many samples.
 _ENOUGH_S: Final = 8.0
@@ -39,13 +41,27 @@ def set_threads(threads: int) -> None:
     os.environ["TVM_BIND_THREADS"] = "0"
 
 
-def load_library(path: str, device: Any = None) -> Callable[..., Any]:
+def load_library(path: str, device: Any = None, function: str = "main") -> Callable[..., Any]:
     """The model's function of a library, on a device of TVM's; on the CPU of this machine if none is given."""
     import tvm
     from tvm.runtime.vm import VirtualMachine
 
-    function: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), device or tvm.cpu())["main"]
-    return function
+    found: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), device or tvm.cpu())[function]
+    return found
+
+
+def load_ranged(path: str, told: Mapping[str, Any], names: Sequence[str]) -> Ranged:
+    """A library's functions for a range of batches, as a manifest's `range` tells it, on the CPU of this machine."""
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    machine = VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
+
+    def function(name: str) -> Function:
+        found = machine[name]
+        return lambda arrays: outputs_of(found(*map(tvm.runtime.tensor, arrays)))
+
+    return Ranged.of(told, names, function)
 
 
 def outputs_of(result: Any) -> list[NDArray[Any]]:

@@ -6,7 +6,8 @@ TVM's objects do not cross a process boundary; their JSON does. `Workload.module
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -49,6 +50,28 @@ class Operator:
     flops: float  #: of one call, in the variant that needs the fewest: what is thought reachable is bounded by it
     bytes: float  #: read and written by one call at least
     constant_bytes: float = 0.0  #: of them, of weights: constants that no other kernel reads
+
+
+def together(
+    functions: Mapping[str, Sequence[Operator]],
+) -> tuple[list[Operator], dict[str, dict[str, str]]]:
+    """The operators of several functions, by the function's name, as those of one model: equal ones once, called as
+    often as in all of them. And for each function, by its own operators' names, what they are called there."""
+    found: dict[tuple[tuple[str, str], ...], Operator] = {}
+    names: dict[str, dict[str, str]] = {}
+    taken: set[str] = set()
+    for function, operators in functions.items():
+        own = names[function] = {}
+        for operator in operators:
+            what = tuple((variant.name, variant.workload.digest) for variant in operator.variants)
+            if what in found:
+                found[what] = replace(found[what], weight=found[what].weight + operator.weight)
+            else:
+                name = f"{operator.name}@{function}" if operator.name in taken else operator.name
+                found[what] = replace(operator, name=name)
+                taken.add(name)
+            own[operator.name] = found[what].name
+    return list(found.values()), names
 
 
 @dataclass(frozen=True, slots=True)
