@@ -64,9 +64,39 @@ def _dynamic_quantize(builder: relax.BlockBuilder, inputs: list[Any], _attrs: di
     return quantize_dynamically(builder, data)
 
 
+def _of_floats(operator: Callable[[Any, Any], Any]) -> Any:
+    """Max or Min of floats in turns. TVM's own stacks them, and takes the largest of all."""
+
+    def convert(builder: relax.BlockBuilder, inputs: list[Any], _attrs: dict[str, Any]) -> Any:
+        if "float" not in str(inputs[0].ty.dtype) or all(isinstance(x, tvm.ir.GenericConst) for x in inputs):
+            return None
+        result = inputs[0]
+        for other in inputs[1:]:
+            result = builder.normalize(operator(result, other))
+        return result
+
+    return convert
+
+
+def _clip(builder: relax.BlockBuilder, inputs: list[Any], attrs: dict[str, Any]) -> Any:
+    """Clip of floats by bounds that are constants. TVM's own writes functions, which lose NaN."""
+    data, dtype = inputs[0], str(inputs[0].ty.dtype)
+    bounds = [inputs[place] if place < len(inputs) else None for place in (1, 2)]
+    if len(inputs) < 2:  # before operator set 11
+        bounds = [relax.const(attrs[name], dtype) if name in attrs else None for name in ("min", "max")]
+    if "float" not in dtype or not all(x is None or isinstance(x, tvm.ir.GenericConst) for x in bounds):
+        return None
+    for bound, operator in zip(bounds, (relax.op.maximum, relax.op.minimum), strict=True):
+        data = data if bound is None else builder.normalize(operator(data, bound))
+    return data
+
+
 #: Converters in the place of TVM's; None from one leaves the node to TVM's.
 _CONVERTERS: Final[Mapping[str, Callable[[Any, list[Any], dict[str, Any]], Any]]] = {
+    "Clip": _clip,
     "DynamicQuantizeLinear": _dynamic_quantize,
+    "Max": _of_floats(relax.op.maximum),
+    "Min": _of_floats(relax.op.minimum),
     "ReduceMax": _extremum(True),
     "ReduceMin": _extremum(False),
 }

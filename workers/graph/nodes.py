@@ -123,7 +123,7 @@ def variables_of(expression: Any) -> Iterator[Any]:
 
 
 def _extremum(module: tvm.ir.IRModule, call: relax.Call) -> tuple[str, list[Any]] | None:
-    """The importer spells ONNX's Clip, Min and Max as functions of their own: read what such a function does."""
+    """The importer spells ONNX's Clip by computed bounds as functions of their own: read what such a function does."""
     arguments = list(call.args[1].fields)
     if len(arguments) != 2:
         return None

@@ -14,6 +14,7 @@ from tvm import relax
 from tvm.relax import dpl
 
 from workers.graph.algebra import ApplyIdentities
+from workers.graph.extrema import LEGALIZE
 from workers.graph.projections import MergeProjections
 from workers.graph.quantized import FoldConstants
 
@@ -73,7 +74,7 @@ def to_loops() -> list[tvm.transform.Pass]:
         relax.transform.DeadCodeElimination(),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(),
+        relax.transform.LegalizeOps(dict(LEGALIZE)),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tvm import tirx
+from tvm import te, tirx
+
+from workers.graph import extrema
 
 #: What a step reads: ("value", 0) is what the chain begins with, ("input", k) another tensor, ("step", i) an earlier
 #: step's result, ("number", x) a constant.
@@ -39,10 +41,10 @@ class Program:
 
         def read(reference: Ref) -> tirx.PrimExpr:
             kind, which = reference
-            if kind == "value":
-                return value
-            if kind == "input":
-                return inputs[int(which)]
+            if kind in ("value", "input"):
+                element = value if kind == "value" else inputs[int(which)]
+                # A tensor's element has no type yet, which some operators ask for.
+                return element.asobject() if isinstance(element, te.tensor.TensorSlice) else element
             if kind == "step":
                 return results[int(which)]
             return _number(which)
@@ -97,10 +99,6 @@ def _number(value: float) -> tirx.PrimExpr:
     return tirx.const(float(value), "float32")
 
 
-def _clip(x: tirx.PrimExpr, low: tirx.PrimExpr, high: tirx.PrimExpr) -> tirx.PrimExpr:
-    return tirx.min(tirx.max(x, low), high)
-
-
 def _sigmoid(x: tirx.PrimExpr) -> tirx.PrimExpr:
     return tirx.sigmoid(x)
 
@@ -125,8 +123,8 @@ OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
     "divide": lambda a, b: a / b,
-    "maximum": tirx.max,
-    "minimum": tirx.min,
+    "maximum": extrema.larger,
+    "minimum": extrema.smaller,
     "negative": lambda a: -a,
     "abs": tirx.abs,
     "square": lambda a: a * a,
@@ -135,8 +133,8 @@ OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "erf": tirx.erf,
     "tanh": tirx.tanh,
     "sigmoid": _sigmoid,
-    "relu": lambda a: tirx.max(a, _number(0)),
-    "clip": _clip,
+    "relu": extrema.relu,
+    "clip": extrema.bounded,
     "leakyrelu": _leaky,
     "silu": lambda a: a * _sigmoid(a),
     # Of numbers: scale and zero point, and the bounds of the integer.
