@@ -24,7 +24,7 @@ from workers.graph.half import is_half
 from workers.graph.pipeline import to_loops
 from workers.search import intrinsics
 
-PIPELINE: Final = "gpu-default-1"
+PIPELINE: Final = "gpu-default-2"
 
 #: Operators that would follow their inputs into half precision, and do not: their results leave its range (beyond
 #: 65504, or below 6e-5), or they sum so many numbers that the sum does. Softmax, sums and means never follow.
