@@ -13,6 +13,7 @@ from tests.workers import steps
 from tests.workers.conftest import Host
 from tests.workers.search.samples import matmul_module
 from workers.search.forkserver import ForkServer
+from workers.search.intrinsics import preload
 
 PROGRAM = """
 import sys
@@ -38,10 +39,12 @@ def test_one_device(module: str, intrinsic: str) -> None:
     assert found == "True"
 
 
-def test_steps_import_nothing(server: ForkServer) -> None:
-    """A step of a search finds all that it needs imported: its child would import it for that step alone."""
-    assert server.call(steps.imported_by, "workers.search.forked_steps", deadline_s=60) == []
-    assert psutil.Process(server.pid).num_threads() == 1
+def test_steps_import_nothing(host: Host) -> None:
+    """A step of a search finds all that it needs imported, or its child would import it for that step alone; and what a
+    server imports for it starts no thread, which a fork would not survive."""
+    with ForkServer(preload(host.intrinsics)) as server:
+        assert server.call(steps.imported_by, "workers.search.forked_steps", deadline_s=60) == []
+        assert psutil.Process(server.pid).num_threads() == 1
 
 
 def test_default_space_needs_no_other(host: Host) -> None:
