@@ -8,6 +8,7 @@ what the JSON holds or how it is spelled needs a new `KEY_VERSION`: see docs/dec
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,10 +192,10 @@ class DimensionRange:
             for spec, axis in zip(inputs, self.axes, strict=True)
         )
 
-    def between(self) -> int | None:
-        """A size in the middle of those that are no points; None if all are."""
-        others = [size for size in range(self.low, self.high + 1) if size not in self.points]
-        return others[len(others) // 2] if others else None
+    def between(self) -> tuple[int, ...]:
+        """Of the sizes that are no points the middle of each gap, and the largest of all if it is one."""
+        middles = {(a + b) // 2 for a, b in itertools.pairwise((*self.points, self.high + 1)) if b - a > 1}
+        return tuple(sorted(middles | ({self.high} - {*self.points})))
 
 
 def default_points(low: int, high: int) -> tuple[int, ...]:

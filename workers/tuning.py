@@ -261,7 +261,7 @@ class Attempt:
             simplified = {name: pipeline.simplify()(imported.module) for name, imported in imports.items()}
             untuned_modules = {name: pipeline.lower_operators()(module) for name, module in simplified.items()}
         largest = list(imports)[-1]
-        slabs = None if self.key.range is None else self._prove(untuned_modules[largest], self.key.range)
+        slabs = None if self.key.range is None else self._prove(untuned_modules, imports, self.key.range)
         untuned = self.scratch / "untuned.so"
         libraries = {"untuned": str(untuned)}
         plans = {str(untuned): library.compile_functions(library.merge(untuned_modules), target, untuned)[largest]}
@@ -294,19 +294,41 @@ class Attempt:
         graphs = {path: {**told, **_reported(plan)} for path, plan in plans.items()}
         return Made(libraries, graphs, outcome, cpu.threads, slabs)
 
-    def _prove(self, module: tvm.ir.IRModule, dimension: DimensionRange) -> tuple[Slab | None, ...]:
-        """Where the items lie in each output. UnsupportedOption if it cannot be shown that the model, lowered for the
-        largest point, keeps them apart."""
+    def _prove(
+        self, modules: Mapping[str, tvm.ir.IRModule], imports: Mapping[str, Imported], dimension: DimensionRange
+    ) -> tuple[Slab | None, ...]:
+        """Where the items lie in each output. UnsupportedOption if it cannot be shown that the model, lowered for each
+        point, keeps them apart, or if they do not lie alike at all points."""
         from workers.graph.rows import RowsMixed, prove
 
         try:
-            return prove(module, dimension.axes, dimension.points[-1])
+            proved = {
+                size: prove(module, dimension.axes, size)
+                for size, module in zip(dimension.points, modules.values(), strict=True)
+                if size > 1
+            }
         except RowsMixed as error:
             raise UnsupportedOption(
                 f"one library cannot serve a range of this model, as it could not be shown that it computes each item "
                 f"of a batch by itself: {error}; ask for `shapes`",
                 field="inputs",
             ) from None
+        largest = dimension.points[-1]
+        slabs = proved[largest]
+        *_, last = imports.values()
+        for size, imported in zip(dimension.points, imports.values(), strict=True):
+            for output, whole, slab in zip(imported.outputs, last.outputs, slabs, strict=True):
+                shape = list(whole.shape)
+                if slab is not None:
+                    shape[slab.axis] = size * slab.length
+                if list(output.shape) != shape or proved.get(size, slabs) != slabs:
+                    raise UnsupportedOption(
+                        f"one library cannot serve a range of this model: output {output.name!r} of a batch of {size} "
+                        f"is {list(output.shape)}, which is no part of {list(whole.shape)} for {largest}; "
+                        "ask for `shapes`",
+                        field="inputs",
+                    )
+        return slabs
 
     def _make_for_gpu(self, imports: Mapping[str, Imported]) -> Made:
         """The untuned library alone: there is no space of schedules to search."""
@@ -538,26 +560,23 @@ class Attempt:
 
     def _check_between(
         self, dimension: DimensionRange, told: Mapping[str, Json], path: Path, library: str, threads: int
-    ) -> int | None:
-        """The size between the points at which the library, run in pieces, agrees with the reference; None if there is
-        none. CheckFailed if it does not agree: the points alone cannot show that a model computes with the size
-        itself."""
+    ) -> list[Json]:
+        """The sizes between the points, and behind them, at which the library, run in pieces, agrees with the
+        reference. CheckFailed if it does not at one of them: the points alone cannot show that a model computes with
+        the size itself."""
         from workers.frontend.onnx_import import bound_model
 
-        size = dimension.between()
-        if size is None:
-            return None
-        inputs = dimension.at(self.key.inputs, size)
-        reference = self._reference("between", bound_model(path, inputs))
-        check = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told)["checks"][
-            "ranged"
-        ]
-        if not check["ok"]:
-            raise CheckFailed(
-                f"at a size of {size}, between the points, the library does not agree with ONNX Runtime: "
-                f"{check['problem']}; the model computes with the size itself: ask for `shapes` instead of a range"
-            )
-        return size
+        for size in dimension.between():
+            inputs = dimension.at(self.key.inputs, size)
+            reference = self._reference("between", bound_model(path, inputs))
+            verdict = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told)
+            check = verdict["checks"]["ranged"]
+            if not check["ok"]:
+                raise CheckFailed(
+                    f"at a size of {size}, which is no point, the library does not agree with ONNX Runtime: "
+                    f"{check['problem']}; the model computes with the size itself: ask for `shapes` instead of a range"
+                )
+        return list(dimension.between())
 
     def _compare(
         self,
@@ -578,6 +597,8 @@ class Attempt:
         comparison = Comparison(
             str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu, function=function, range=told_range
         )
+        if told_range is not None:  # its latencies were measured at the points
+            comparison = replace(comparison, rounds=1, min_sample_s=0.0)
         spec = self.scratch / "comparison.json"
         if quantized is not None:
             calibration = None if quantized.calibration is None else str(quantized.calibration)

@@ -421,3 +421,12 @@ def test_is_sha256(text: str, expected: bool) -> None:
 def test_toolchain_of_a_cpu() -> None:
     """A toolchain without CUDA differs from one with it."""
     assert Toolchain.from_json({"tvm": "1", "tvm_ffi": "1", "llvm": "1", "pipeline": "p"}).cuda is None
+
+
+@pytest.mark.parametrize(
+    ("points", "high", "sizes"),
+    [((1, 8, 32), 32, (4, 20)), ((1, 2), 2, ()), ((1, 8, 64), 1024, (4, 36, 544, 1024)), ((1, 4), 5, (2, 5))],
+)
+def test_sizes_that_are_no_points(points: tuple[int, ...], high: int, sizes: tuple[int, ...]) -> None:
+    """A range is tried in the middle of each gap between its points, and at its end."""
+    assert DimensionRange(1, high, points, (0,)).between() == sizes

@@ -23,6 +23,11 @@ def test_the_fastest_cover() -> None:
             points.pieces(batch)
 
 
+def test_a_point_is_run_by_its_own_function() -> None:
+    """A batch that was compared with the reference in one piece is run in one, though two would be faster."""
+    assert Points(1, 4, {1: 1.0, 2: 2.5}).pieces(2) == [Piece(0, 2, 0)]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "points"), [(1, 8, [2, 8]), (2, 8, [1, 8]), (1, 8, [1, 9]), (3, 2, [3]), (1, 2, [])]
 )

@@ -283,7 +283,8 @@ def _weight_scale(graph: Graph, node: NodeProto, scale: NDArray[Any]) -> NDArray
     else:
         count = weight.shape[0]
         alone = scale.size == 1 and scale.ndim <= weight.ndim
-        fits = alone or scale.shape[-weight.ndim + 1 :] == (count, *[1] * (weight.ndim - 2))
+        row = (count, *[1] * (weight.ndim - 2))
+        fits = alone or (scale.ndim <= weight.ndim and scale.shape[-weight.ndim + 1 :] == row)
     if not fits or scale.size not in (1, count):
         return None
     return scale.reshape(-1) if scale.size > 1 else scale.reshape(())

@@ -6,6 +6,7 @@ nearest, of the weights as they are once BatchNormalization is folded into them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -52,6 +53,8 @@ def halve(model: ModelProto, exclude: Sequence[str], target: Path) -> tuple[Mode
             f"quantization.exclude: node {others[0]!r} has no weights that fp16 would round; leave it out",
             field="quantization.exclude",
         )
+    taken = {name for node in graph.node for name in (node.name, *node.input, *node.output)}
+    taken.update(tensor.name for tensor in graph.initializer)
     count = 0
     kept: list[Json] = []
     casts: dict[str, str] = {}  #: by the float32 initializer, what the Cast gives
@@ -64,11 +67,12 @@ def halve(model: ModelProto, exclude: Sequence[str], target: Path) -> tuple[Mode
             continue
         count += 1
         if name not in casts:
-            casts[name] = f"{name}/rounded"
-            graph.initializer.append(numpy_helper.from_array(half, f"{name}/float16"))
+            stored, widened = _free(f"{name}/float16", taken), _free(f"{name}/rounded", taken)
+            casts[name] = widened
+            graph.initializer.append(numpy_helper.from_array(half, stored))
             nodes.append(
                 helper.make_node(
-                    "Cast", [f"{name}/float16"], [casts[name]], name=f"{name}/widened", to=TensorProto.FLOAT
+                    "Cast", [stored], [widened], name=_free(f"{name}/widened", taken), to=TensorProto.FLOAT
                 )
             )
         node.input[1] = casts[name]
@@ -87,3 +91,11 @@ def halve(model: ModelProto, exclude: Sequence[str], target: Path) -> tuple[Mode
     graph.initializer.extend(left)
     onnx.save_model(halved, target)
     return halved, {"float16": count, "float32": kept}
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """`name`, or the first of `name_2`, `name_3`, … that is not taken; it is from now on."""
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    found = next(each for each in names if each not in taken)
+    taken.add(found)
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
@@ -54,6 +55,27 @@ def test_weights(tmp_path: Path) -> None:
     own = {layer["node"]: layer["own_sqnr_db"] for layer in report["layers"]}
     assert set(own) == {f"block{block}_conv{conv}" for block in (0, 1) for conv in (0, 1)}
     assert list(own.values()) == sorted(own.values())
+
+
+def test_names_that_are_taken(tmp_path: Path) -> None:
+    """A model may hold the names that the rounded weights would get."""
+    model = make_model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["w/rounded"], name="w/widened"),
+            helper.make_node("Relu", ["w/rounded"], ["w/float16"]),
+        ],
+        [port("x", 3, 8)],
+        [port("w/float16", 3, 4)],
+        {"w": normal(8, 4)},
+    )
+    report, path = halved(tmp_path, model, None, ROWS)
+    assert report["weights"]["float16"] == 1
+    x = normal(3, 8)
+    [before], [after] = (
+        onnxruntime.InferenceSession(each, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+        for each in (model.SerializeToString(), path)
+    )
+    np.testing.assert_allclose(after, before, atol=1e-2)
 
 
 def products(left: Any, right: Any) -> ModelProto:
