@@ -106,10 +106,12 @@ class Inspector:
         self, path: Path, sha256: str, inputs: Sequence[TensorSpec], quantization: QuantizationConfig
     ) -> None:
         """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work,
-        InvalidRequest for an exclusion that names no node."""
+        InvalidRequest for an exclusion that names no node, or weights that are too large to be quantized."""
         bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
         arguments = ["--bind", json.dumps(bindings, sort_keys=True)]
         exclude = None
+        if quantization.scheme != "none":
+            arguments += ["--scheme", quantization.scheme]
         if quantization.exclude:
             arguments.append("--exclude")
             exclude = json.dumps(quantization.exclude).encode()

@@ -23,7 +23,7 @@ class Settings(BaseSettings):
     data_dir: Path = Path(".tunery")
     database_url: str = ""  #: empty: SQLite under `data_dir`
     broker_url: str = EMBEDDED_BROKER
-    max_upload_bytes: Annotated[int, Field(gt=0)] = 2 * 2**30
+    max_upload_bytes: Annotated[int, Field(gt=0)] = 8 * 2**30  #: a model with its data files, or samples
     max_queued: Annotated[int, Field(gt=0)] = 10_000  #: jobs that may wait for a worker at one time
 
     inspector: tuple[str, ...] = (sys.executable, "-m", "workers.frontend.inspect")

@@ -63,7 +63,6 @@ from workers.settings import Settings
 
 if TYPE_CHECKING:
     import tvm
-    from onnx import ModelProto
 
     from workers.frontend.onnx_import import Imported
     from workers.graph.memory import MemoryPlan
@@ -176,7 +175,7 @@ class Attempt:
         libraries = made.libraries
         verdicts: dict[str, dict[str, Any]] = {}
         for function, inputs in self.key.functions().items():
-            reference = self._reference(function, imports[function].bound)
+            reference = imports[function].bound
             if quantized is not None and self.key.quantization.scheme == "fp16":
                 reference = quantized.fp32
             verdicts[function] = self._compare(reference, inputs, libraries, made.threads, quantized, function=function)
@@ -519,11 +518,6 @@ class Attempt:
                 failures += event.type == "trial" and event.data["outcome"] != "measured"
         return elapsed_s, failures
 
-    def _reference(self, name: str, bound: ModelProto) -> Path:
-        path = self.scratch / f"{name}.onnx"
-        path.write_bytes(bound.SerializeToString())
-        return path
-
     def _range(
         self,
         dimension: DimensionRange,
@@ -564,11 +558,12 @@ class Attempt:
         """The sizes between the points, and behind them, at which the library, run in pieces, agrees with the
         reference. CheckFailed if it does not at one of them: the points alone cannot show that a model computes with
         the size itself."""
+        from workers.frontend import weights
         from workers.frontend.onnx_import import bound_model
 
         for size in dimension.between():
             inputs = dimension.at(self.key.inputs, size)
-            reference = self._reference("between", bound_model(path, inputs))
+            reference = weights.write(bound_model(path, inputs, self.scratch), self.scratch)
             verdict = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told)
             check = verdict["checks"]["ranged"]
             if not check["ok"]:

@@ -95,10 +95,9 @@ def compile_model(model: ModelProto, host: Host, folder: Path) -> Compiled:
     """Import, lower and compile without a schedule."""
     inputs, imported = lower(model, host, folder)
     module = run_pipeline(imported, host)
-    reference, untuned = folder / "reference.onnx", folder / "untuned.so"
-    reference.write_bytes(imported.bound.SerializeToString())
+    untuned = folder / "untuned.so"
     library.compile_library(module, host.target, untuned)
-    return Compiled(inputs, imported, module, reference, untuned)
+    return Compiled(inputs, imported, module, imported.bound, untuned)
 
 
 def differences(model: ModelProto, host: Host, folder: Path) -> list[tuple[str, str]]:

@@ -24,9 +24,11 @@ from typing import BinaryIO, Final, Self
 
 from tuning_db.errors import InvalidModel, StorageFull
 
-#: What all members together may unpack to: so many times the archive, and this for small ones. Weights hardly pack.
+#: What all members together may unpack to: so many times the archive, and this for small ones, and this at most.
+#: Weights hardly pack.
 _MOST_TIMES: Final = 8
 _AND_BYTES: Final = 64 << 20
+MOST_BYTES: Final = 16 << 30
 _MOST_MEMBERS: Final = 4096
 _LONGEST_NAME: Final = 1000
 #: Blocks in front of a tar's member that hold names and attributes. tarfile reads them whole, each within the other.
@@ -197,7 +199,7 @@ class Archive:
         return inside
 
     def _bound(self, total_bytes: int) -> None:
-        most = _MOST_TIMES * self.size_bytes + _AND_BYTES
+        most = min(_MOST_TIMES * self.size_bytes + _AND_BYTES, MOST_BYTES)
         if total_bytes > most:
             raise InvalidModel(
                 f"the archive of {self.size_bytes} bytes unpacks to {total_bytes} or more, and {most} are taken; "

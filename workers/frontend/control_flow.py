@@ -48,6 +48,7 @@ class _Unrolled:
             for value in (*self._model.graph.input, *self._model.graph.value_info, *self._model.graph.output)
             if value.type.tensor_type.HasField("shape")
         }
+        self._shapes |= {tensor.name: list(tensor.dims) for tensor in self._model.graph.initializer}
         self._shapes |= {name: list(array.shape) for name, array in self._constants.items()}
 
     def model(self) -> ModelProto:
@@ -212,6 +213,7 @@ def _attribute(node: NodeProto, name: str) -> GraphProto:
 
 
 def _constants_of(graph: GraphProto) -> dict[str, NDArray[Any]]:
+    """Those that are inside the graph: what is large is no number of steps."""
     tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -219,7 +221,7 @@ def _constants_of(graph: GraphProto) -> dict[str, NDArray[Any]]:
     return {
         name: np.asarray(numpy_helper.to_array(tensor))
         for name, tensor in tensors.items()
-        if tensor.data_type != TensorProto.STRING
+        if tensor.data_type != TensorProto.STRING and tensor.data_location != TensorProto.EXTERNAL
     }
 
 

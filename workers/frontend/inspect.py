@@ -1,10 +1,11 @@
-"""`python -m workers.frontend.inspect FILE [--bind JSON [--exclude] | --nodes | --calibration]`: parse an untrusted
-upload in a process that may die.
+"""`python -m workers.frontend.inspect FILE [--bind JSON [--scheme NAME] [--exclude] | --nodes | --calibration]`: parse
+an untrusted upload in a process that may die.
 
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
 "inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
-``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left, and
-with ``--exclude`` that each name in a JSON list on standard input may be a node's. With ``--nodes`` the answer is
+``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left, with
+``--scheme`` that weights so large can be quantized, and with ``--exclude`` that each name in a JSON list on standard
+input may be a node's. With ``--nodes`` the answer is
 ``{"ok": true, "nodes": [{"node", "operator"}], "more"}``: those that int8 can leave out, and how many are not told.
 With ``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
 `workers.frontend.convert` makes into ONNX it says no more than ``{"ok": true, "convert": format}``.
@@ -61,7 +62,9 @@ def limit_resources(file_bytes: int) -> None:
         resource.setrlimit(name, (bound, bound))
 
 
-def inspect(path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = ()) -> dict[str, Json]:
+def inspect(
+    path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = (), scheme: str | None = None
+) -> dict[str, Json]:
     from workers.frontend import formats, onnx_model
     from workers.quantize import exclusions
 
@@ -78,6 +81,8 @@ def inspect(path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = ()
     if bind is not None:
         onnx_model.bind(model, ModelInfo(digest, "", "onnx", 0, inputs, outputs).bind(bind))
         exclusions.check(model, exclude)
+        if scheme is not None:
+            onnx_model.check_one_piece(model, scheme)
     return {
         "ok": True,
         "digest": digest,
@@ -141,6 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     asked.add_argument("--bind", type=json.loads)
     asked.add_argument("--nodes", action="store_true")
     asked.add_argument("--calibration", action="store_true")
+    parser.add_argument("--scheme")
     parser.add_argument("--exclude", action="store_true")
     options = parser.parse_args(arguments)
     limit_resources(options.file.stat().st_size)
@@ -153,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
         answer(lambda: list_nodes(options.file), too_large)
     else:
         exclude = json.load(sys.stdin) if options.exclude else ()
-        answer(lambda: inspect(options.file, options.bind, exclude), too_large)
+        answer(lambda: inspect(options.file, options.bind, exclude, options.scheme), too_large)
     return 0
 
 

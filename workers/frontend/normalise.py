@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -17,9 +18,9 @@ from workers.frontend.resize import resize, upsample
 from workers.frontend.rewriting import FLOATS, Graph, Rewrite
 
 
-def normalise(model: ModelProto) -> ModelProto:
+def normalise(model: ModelProto, weights: Path | None = None) -> ModelProto:
     """The folded model, rewritten. UnsupportedOperator for a node that can be neither imported right nor rewritten."""
-    return Graph(model).rewrite(REWRITES)
+    return Graph(model, weights).rewrite(REWRITES)
 
 
 def dropout(graph: Graph, node: NodeProto) -> bool:

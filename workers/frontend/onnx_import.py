@@ -20,6 +20,7 @@ from workers.frontend.inlining import inline_functions
 from workers.frontend.normalise import normalise
 from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
+from workers.frontend.weights import LARGE_BYTES, write
 from workers.said import last_line
 
 
@@ -28,54 +29,67 @@ class Imported:
     """A model ready for the graph pipeline."""
 
     module: tvm.ir.IRModule  #: `main` takes the inputs in order and returns the outputs in order
-    bound: ModelProto  #: the user's model with its shapes bound: what the reference runs
+    bound: Path  #: the user's model with its shapes bound, in `scratch` beside its weights: what the reference runs
     outputs: tuple[TensorSpec, ...]
     nodes_before: int
     nodes_after: int
 
 
-def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path) -> Imported:
-    """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed."""
-    model = bound_model(path, inputs)
-    bound = ModelProto()
-    bound.CopyFrom(model)
-    folded = fold(inline_functions(quantized.standard(model)), scratch)
+def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, large_bytes: int = LARGE_BYTES) -> Imported:
+    """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed.
+
+    Weights of `large_bytes` and more come to lie in `scratch` (`weights`).
+    """
+    model = bound_model(path, inputs, scratch, large_bytes)
+    nodes_before, bound = len(model.graph.node), write(model, scratch)
+    folded = fold(inline_functions(quantized.standard(model, scratch)), scratch, large_bytes)
     while has_loops(folded):
-        folded = fold(inline_functions(unroll(folded)), scratch)
+        folded = fold(inline_functions(unroll(folded)), scratch, large_bytes)
     outputs = static_outputs(folded)
-    normalised = sum_to_add(normalise(quantized.real_products(folded)))
+    normalised = sum_to_add(normalise(quantized.real_products(folded, scratch), scratch))
     onnx_model.check_operators(normalised, folded=True)
     try:
         with warnings.catch_warnings():
             # It tells of every input whose name is no identifier. Libraries take their inputs by position.
             warnings.filterwarnings("ignore", message="Renaming name")
-            module = to_relax(normalised)
+            module = to_relax(normalised, scratch)
     except UnsupportedOperator:
         raise
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
-    return Imported(module, bound, outputs, len(model.graph.node), len(normalised.graph.node))
+    return Imported(module, bound, outputs, nodes_before, len(normalised.graph.node))
 
 
-def bound_model(path: Path, inputs: Sequence[TensorSpec]) -> ModelProto:
+def bound_model(path: Path, inputs: Sequence[TensorSpec], scratch: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:
     """The model as the reference runs it. Raises InvalidModel, UnsupportedOperator or ShapeMismatch."""
-    model = onnx_model.load(path)
+    model = onnx_model.load_apart(path, scratch, large_bytes)
     onnx_model.check_operators(model)
     onnx_model.bind(time_first(model), inputs)
     return model
 
 
-def fold(model: ModelProto, scratch: Path) -> ModelProto:
-    """ONNX Runtime's basic optimisation: constants, shapes and BatchNorm folded, no operator of its own added."""
+def fold(model: ModelProto, scratch: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:
+    """ONNX Runtime's basic optimisation: constants, shapes and BatchNorm folded, no operator of its own added.
+
+    `scratch` is where the model's large weights lie, and where those of the result come to lie.
+    """
+    whole = write(model, scratch)
+    folded = whole.with_suffix(".folded.onnx")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(scratch / "folded.onnx")
+    options.optimized_model_filepath = str(folded)
     options.log_severity_level = 4
+    for name, value in (
+        ("optimized_model_external_initializers_file_name", folded.with_suffix(".bin").name),
+        ("optimized_model_external_initializers_min_size_in_bytes", str(large_bytes)),
+        ("disable_prepacking", "1"),  # nothing is run: a second copy of the weights would be for nothing
+    ):
+        options.add_session_config_entry(f"session.{name}", value)
     try:
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ImportFailed(f"ONNX Runtime refuses the model: {last_line(error)}") from error
-    return onnx.load(scratch / "folded.onnx")
+    return onnx.load(folded, load_external_data=False)
 
 
 def sum_to_add(model: ModelProto) -> ModelProto:

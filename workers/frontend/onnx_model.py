@@ -1,8 +1,8 @@
 """Reads an untrusted ONNX file: what it declares, what it is called in a key, and whether we can compile it.
 
 Only `onnx` and NumPy are needed here, so that the API's inspector starts quickly and runs without TVM. Nothing in this
-file opens any file but the one it is given: tensors with external data get it from the archive that they came in, or
-are refused before their bytes are looked for.
+file opens any file to read but the one it is given: tensors with external data get it from the archive that they came
+in, or are refused before their bytes are looked for.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from onnx import (
 )
 
 from tuning_db.catalog import PortSpec
-from tuning_db.errors import InvalidModel, ShapeMismatch, UnsupportedOperator
+from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, UnsupportedOperator
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
 from workers.frontend.operators import CONTRIBUTED, IMPORTED, SUPPORTED, SUPPORTED_OPSETS
+from workers.frontend.weights import LARGE_BYTES, PACKED, WeightsFile, separable
 from workers.said import first_line
 
 #: Element types of graph inputs and outputs; the rest (strings, sequences, bfloat16, …) are refused by name.
@@ -84,13 +85,6 @@ _TOO_LONG: Final = (
     "(onnx.save_model with save_as_external_data=True), and send both as one zip or tar"
 )
 
-#: Element types of which several share a byte, and the bits of one.
-_PACKED: Final[Mapping[int, int]] = {
-    number: bits
-    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
-    if (number := dict(TensorProto.DataType.items()).get(name)) is not None
-}
-
 _TYPED_DATA: Final = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
 #: What stands in the place of a tensor's bytes that were left out: their digest as `_hash_tensor` makes it.
@@ -104,6 +98,24 @@ def load(path: Path, *, leave_out_from_bytes: int | None = None) -> ModelProto:
     model comes out, with the same digest, as if it had been saved as one file. Of tensors in data files that are as
     large as `leave_out_from_bytes` or larger only the digest is kept, so that memory does not grow with them.
     """
+    return _load(path, leave_out_from_bytes, None)
+
+
+def load_apart(path: Path, folder: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:
+    """As `load`, but weights of `large_bytes` and more come to lie in a file in `folder` (`weights`), wherever they
+    were."""
+    apart = WeightsFile(folder, large_bytes)
+    model = _load(path, None, apart)
+    for tensor in model.graph.initializer:
+        if tensor.HasField("raw_data") and apart.takes(tensor, len(tensor.raw_data)):
+            apart.take(tensor, [tensor.raw_data])
+    # A message keeps the memory of what it held.
+    lean = ModelProto()
+    lean.CopyFrom(model)
+    return lean
+
+
+def _load(path: Path, leave_out_from_bytes: int | None, apart: WeightsFile | None) -> ModelProto:
     with archives.opened(path) as archive:
         if archive is None:
             if path.stat().st_size > _MOST_PROTOBUF_BYTES:
@@ -112,7 +124,7 @@ def load(path: Path, *, leave_out_from_bytes: int | None = None) -> ModelProto:
         member = archive.model()
         if member.size_bytes > _MOST_PROTOBUF_BYTES:
             raise InvalidModel(_TOO_LONG)
-        files = _DataFiles(archive, posixpath.dirname(member.name), leave_out_from_bytes)
+        files = _DataFiles(archive, posixpath.dirname(member.name), leave_out_from_bytes, apart)
         return _parse(member.read(), files)
 
 
@@ -153,9 +165,10 @@ def _parse(data: bytes, files: _DataFiles | None) -> ModelProto:
     except (onnx.checker.ValidationError, ValueError) as error:
         raise InvalidModel(f"the file is not a valid ONNX model: {first_line(error)}") from None
     if files is not None:
+        weights = {id(tensor): tensor for tensor in model.graph.initializer}
         for tensor, (entry, dims) in zip(outside, entries, strict=True):
             tensor.dims[:] = dims
-            files.fill(tensor, entry)
+            files.fill(tensor, entry, is_weight=id(tensor) in weights)
     return model
 
 
@@ -175,17 +188,22 @@ def _entries_of(tensor: TensorProto) -> dict[str, str]:
 class _DataFiles:
     """The members of an archive as the files that tensors keep their data in."""
 
-    def __init__(self, archive: archives.Archive, folder: str, leave_out_from_bytes: int | None) -> None:
+    def __init__(
+        self, archive: archives.Archive, folder: str, leave_out_from_bytes: int | None, apart: WeightsFile | None
+    ) -> None:
         self._members = archive.members
         self._folder = folder
-        # The model is handed from one library to the next as one message.
-        self._whole_bytes = archive.model().size_bytes
+        # What is inside is handed from one library to the next as one message.
+        self._inside_bytes = archive.model().size_bytes
         self._leave_out_from_bytes = leave_out_from_bytes
+        self._apart = apart
         # Tensors may share bytes. That many may not: reading would take for ever what is short to write.
-        self._left_bytes = 4 * sum(member.size_bytes for member in archive.members.values()) + (1 << 20)
+        shared_bytes = 4 * sum(member.size_bytes for member in archive.members.values()) + (1 << 20)
+        self._left_bytes = min(shared_bytes, archives.MOST_BYTES)
 
-    def fill(self, tensor: TensorProto, entries: Mapping[str, str]) -> None:
-        """Give the tensor its bytes, or its digest alone. InvalidModel if they are not there."""
+    def fill(self, tensor: TensorProto, entries: Mapping[str, str], *, is_weight: bool) -> None:
+        """Give the tensor its bytes, or its digest alone, or have it say where they lie now. InvalidModel if they are
+        not there. `is_weight` says whether it is one of the graph's initializers."""
         name, location = shown(tensor.name), shown(entries["location"])
         inside = archives.inner_path(entries["location"])
         if inside is None:
@@ -218,15 +236,17 @@ class _DataFiles:
         wanted = _bytes_of(tensor)
         if length != wanted:
             raise InvalidModel(f"tensor {name} has {length} bytes of data in {location}, and needs {wanted}")
-        self._whole_bytes += length
-        if self._whole_bytes > _MOST_PROTOBUF_BYTES:
-            raise InvalidModel("the model and its weights are longer than 2 GiB together; that cannot be compiled yet")
         self._left_bytes -= length
         if self._left_bytes < 0:
-            raise InvalidModel("the model's tensors share the bytes of their data files more than four times over")
+            raise InvalidModel(
+                "the model's tensors share the bytes of their data files more than four times over, "
+                f"or are longer than {archives.MOST_BYTES >> 30} GiB together"
+            )
         chunks = member.chunks(offset, length)
         large = self._leave_out_from_bytes is not None and length >= self._leave_out_from_bytes
-        if large and tensor.data_type not in _PACKED:
+        if self._apart is not None and is_weight and self._apart.takes(tensor, length):
+            self._apart.take(tensor, chunks)
+        elif large and separable(tensor):
             digest = _tensor_hash(tensor)
             for chunk in chunks:
                 digest.update(chunk)
@@ -234,7 +254,18 @@ class _DataFiles:
             tensor.data_location = TensorProto.EXTERNAL
             tensor.external_data.add(key=_LEFT_OUT, value=digest.hexdigest())
         else:
+            self._inside_bytes += length
+            if self._inside_bytes > _MOST_PROTOBUF_BYTES:
+                raise InvalidModel(
+                    "more than 2 GiB of the model has to be handled in one piece: keep its weights as initializers of "
+                    "the graph"
+                )
             tensor.raw_data = b"".join(chunks)
+
+
+def weights_bytes(model: ModelProto) -> int:
+    """How many bytes the graph's weights take, wherever they are."""
+    return sum(_bytes_of(tensor) for tensor in model.graph.initializer if tensor.data_type != TensorProto.STRING)
 
 
 def _bytes_of(tensor: TensorProto) -> int:
@@ -251,7 +282,8 @@ def _bytes_of(tensor: TensorProto) -> int:
             "which is not kept in data files"
         ) from None
     count = math.prod(tensor.dims)
-    bits = _PACKED.get(tensor.data_type, 8 * itemsize)
+    name = TensorProto.DataType.Name(tensor.data_type)
+    bits = (2 if "INT2" in name else 4) if tensor.data_type in PACKED else 8 * itemsize
     return int((count * bits + 7) // 8)
 
 
@@ -300,6 +332,17 @@ def unsupported(operator: str, node: str, opset: int, why: str) -> UnsupportedOp
     """The error to raise for a node. `why` ends the sentence, with its punctuation: what is not done, what to do."""
     message = f"operator {operator} (node {node!r}, opset {opset}) cannot be compiled{why}"
     return UnsupportedOperator(message, operator=operator, node=node, opset=opset)
+
+
+def check_one_piece(model: ModelProto, scheme: str) -> None:
+    """InvalidRequest for a model that the quantizer, which wants it in one piece, cannot read."""
+    size_bytes = weights_bytes(model)
+    if size_bytes > _MOST_PROTOBUF_BYTES:
+        raise InvalidRequest(
+            f"the model's weights have {size_bytes} bytes, and what is longer than 2 GiB cannot be made {scheme} by "
+            'this version; use "none"',
+            field="quantization.scheme",
+        )
 
 
 def check_operators(model: ModelProto, *, folded: bool = False) -> None:

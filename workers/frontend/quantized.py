@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -220,11 +221,11 @@ class _Scaled:
     result: str
 
 
-def real_products(model: ModelProto) -> ModelProto:
+def real_products(model: ModelProto, weights: Path | None = None) -> ModelProto:
     """The model with products of dynamically quantized data by weights around zero as products of real numbers, which
     `workers.graph` computes in integers again: as ONNX Runtime's `quantize_dynamic` writes them, a node of integers, a
     cast, and a multiplication by the product of the scales."""
-    found = {scaled.result: scaled for scaled in _scaled(Graph(model))}
+    found = {scaled.result: scaled for scaled in _scaled(Graph(model, weights))}
     if not found:
         return model
     read = Counter(name for node in model.graph.node for name in node.input)
@@ -246,7 +247,7 @@ def real_products(model: ModelProto) -> ModelProto:
         graph.op(_SUMS[product.op_type], [data, real], scaled.result, **graph.attributes(product))
         return True
 
-    return Graph(model).rewrite(dict.fromkeys((*_SUMS, "Cast", "Mul"), rewrite))
+    return Graph(model, weights).rewrite(dict.fromkeys((*_SUMS, "Cast", "Mul"), rewrite))
 
 
 def _scaled(graph: Graph) -> Iterator[_Scaled]:
@@ -308,9 +309,9 @@ CONTRIBUTED: Final[Mapping[str, Rewrite]] = {
 }
 
 
-def standard(model: ModelProto) -> ModelProto:
+def standard(model: ModelProto, weights: Path | None = None) -> ModelProto:
     """The model with ONNX Runtime's own operators on quantized tensors written as the standard's."""
     if not any(f"{node.domain}.{node.op_type}" in CONTRIBUTED for node in model.graph.node):
         return model
     # Now what follows from their shapes is known too.
-    return onnx.shape_inference.infer_shapes(Graph(model).rewrite(CONTRIBUTED), data_prop=True)
+    return onnx.shape_inference.infer_shapes(Graph(model, weights).rewrite(CONTRIBUTED), data_prop=True)

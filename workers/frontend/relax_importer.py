@@ -6,14 +6,16 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import tvm
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 from tvm import relax, te
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from workers.frontend import onnx_model
+from workers.frontend.weights import array
 from workers.graph.dynamic import quantize_dynamically
 from workers.said import last_line
 
@@ -103,6 +105,13 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any, list[Any], dict[str, Any]], Any]]
 
 
 class _Importer(ONNXGraphImporter):  # type: ignore[misc]  # TVM publishes no types
+    def __init__(self, weights: Path | None) -> None:
+        super().__init__({}, "float32")
+        self._weights = weights
+
+    def _parse_array(self, tensor_proto: TensorProto) -> Any:
+        return tvm.runtime.tensor(array(tensor_proto, self._weights))
+
     def _convert_operator(self, op_name: str, inputs: list[Any], attrs: dict[str, Any], opset: int) -> Any:
         # An absent name is empty; a converter may take the attributes apart.
         node = str(attrs["tvm_custom"]["name"]) or op_name
@@ -117,9 +126,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]  # TVM publishes no ty
             raise onnx_model.unsupported(op_name, node, opset, why) from error
 
 
-def to_relax(model: ModelProto) -> tvm.ir.IRModule:
+def to_relax(model: ModelProto, weights: Path | None = None) -> tvm.ir.IRModule:
     """The module, constants in it. UnsupportedOperator names the node that TVM could not convert."""
     opset = onnx_model.opset_of(model)
-    importer = _Importer({}, "float32")
+    importer = _Importer(weights)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the inputs of a node that it cannot convert
         return importer.from_onnx(model.graph, opset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tuning_db.errors import UnsupportedOperator
 from workers.frontend import onnx_model
+from workers.frontend.weights import array
 
 #: Returns whether it wrote the node anew, with `Graph.op` and the node's own output names; if not, the node stays.
 Rewrite = Callable[["Graph", NodeProto], bool]
@@ -21,7 +23,9 @@ Rewrite = Callable[["Graph", NodeProto], bool]
 class Graph:
     """A model whose nodes are written anew, one after the other."""
 
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(self, model: ModelProto, weights: Path | None = None) -> None:
+        """`weights` is the folder of those that are not inside the model."""
+        self._weights = weights
         self.opset = onnx_model.opset_of(model)
         self.outputs = {value.name for value in model.graph.output}
         self._model = onnx.shape_inference.infer_shapes(model, data_prop=True)
@@ -66,7 +70,7 @@ class Graph:
     def value(self, node: NodeProto, index: int) -> NDArray[Any] | None:
         """The constant that an input is, None if it is absent or computed."""
         tensor = self._constants.get(self.input(node, index))
-        return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
+        return None if tensor is None else array(tensor, self._weights)
 
     def nodes(self, op_type: str) -> Iterator[NodeProto]:
         """Those of the standard's operator in the model as it was."""

@@ -72,14 +72,16 @@ class _Steps:
 
 def normalised(path: Path, inputs: Sequence[TensorSpec], scratch: Path, scheme: str) -> ModelProto:
     """The uploaded model as it is quantized: bound, folded, every node named. Raises InvalidRequest or ImportFailed."""
-    from workers.frontend import inlining, onnx_import, onnx_model
+    from workers.frontend import inlining, onnx_import, onnx_model, weights
 
     model = onnx_model.load(path)
     onnx_model.check_operators(model)
     if scheme == "int8" and onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
         model = _converted(model)
     onnx_model.bind(model, inputs)
-    model = onnx_import.sum_to_add(onnx_import.fold(inlining.inline_functions(model), scratch))
+    # In one piece, as the quantizer and the report want it.
+    folded = weights.take_in(onnx_import.fold(inlining.inline_functions(model), scratch), scratch)
+    model = onnx_import.sum_to_add(folded)
     onnx_model.check_operators(model, folded=True)
     name_nodes(model)
     return model

@@ -376,21 +376,21 @@ def test_shared_bytes(tmp_path: Path) -> None:
     assert "share" in refusal(write(tmp_path, tar_of({"model.onnx": model.SerializeToString(), "w": data})))
 
 
-def test_more_than_can_be_compiled(tmp_path: Path) -> None:
-    """Weights of more than 2 GiB are refused at once, and not by the library that would get them; none are read."""
+def test_more_than_is_unpacked(tmp_path: Path) -> None:
+    """Archives of more than 16 GiB are refused at once; nothing is read."""
     model, _ = large(4)
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
-    tensor.dims[:] = [600 << 20]
+    tensor.dims[:] = [5 << 30]
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="w")
     info = tarfile.TarInfo("w")
-    info.size = 4 * (600 << 20)
+    info.size = 4 * (5 << 30)
     content = tar_of({"model.onnx": model.SerializeToString()}).rstrip(b"\0")
     path = write(tmp_path, content + bytes(-len(content) % 512) + info.tobuf())
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + info.size + 1024)
-    assert "longer than 2 GiB" in refusal(path)
+    assert f"and {16 << 30} are taken" in refusal(path)
 
 
 def read_all(path: Path) -> None:

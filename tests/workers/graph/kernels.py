@@ -42,7 +42,7 @@ BLOCK = 16
 class Taken:
     """A model that the blocked pass has read."""
 
-    model: ModelProto  #: its shapes bound: what the reference runs
+    model: Path  #: its shapes bound: what the reference runs
     inputs: tuple[TensorSpec, ...]
     graph: BlockedGraph
 
@@ -115,7 +115,7 @@ def check(
     options.intra_op_num_threads = 1
     if quanta or as_written:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(taken.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(taken.model, options, providers=["CPUExecutionProvider"])
     example = reference.example_inputs(taken.inputs, seed)
     wanted = session.run(None, example)
     outputs = [output.name for output in session.get_outputs()]

@@ -57,8 +57,7 @@ def test_same_kernels(
     assert plan.layout_transforms == 0
     assert plan.planned_bytes <= plan.unplanned_bytes / 2
     examples = example_inputs(inputs, 0)
-    bound = imported.bound.SerializeToString()
-    wanted = onnxruntime.InferenceSession(bound, providers=["CPUExecutionProvider"]).run(None, examples)
+    wanted = onnxruntime.InferenceSession(imported.bound, providers=["CPUExecutionProvider"]).run(None, examples)
     machine = relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "layer.so")), tvm.cpu())
     got = machine["main"](*(tvm.runtime.tensor(examples[spec.name]) for spec in inputs)).numpy()
     [entry] = compare(wanted, [np.asarray(got)], ["y"])

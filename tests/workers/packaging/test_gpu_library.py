@@ -226,7 +226,7 @@ def test_half_precision(net: Imported, host: Host) -> None:
     x = np.random.default_rng(0).standard_normal((1, 3, 20, 20)).astype("float32")
     machine = relax.VirtualMachine(executable.jit(), tvm.cpu())
     got = machine["main"](tvm.runtime.tensor(x)).numpy()
-    session = onnxruntime.InferenceSession(net.bound.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(net.bound, providers=["CPUExecutionProvider"])
     [wanted] = session.run(None, {"0/data:0": x})
     assert got.dtype == wanted.dtype
     assert np.abs(got - wanted).max() <= 1e-2 * np.abs(wanted).max()
