@@ -232,6 +232,7 @@ def do_job(name: str, folder: Path) -> dict[str, Any]:
     graph: Any = artifact.manifest["graph"]
     library = folder / "library.so"
     shutil.copy(blobs.path_verified(artifact.library), library)
+    compared: Any = json.loads((folder / "scratch" / "comparison.json").read_text())
     return {
         "nodes": len(model.graph.node),
         "kernels": graph["kernels"],
@@ -240,7 +241,7 @@ def do_job(name: str, folder: Path) -> dict[str, Any]:
         "import_s": (stages["graph"] - stages["import"]).total_seconds(),
         "build_s": (stages["check"] - stages["graph"]).total_seconds(),
         "check_s": (stages["publish"] - stages["check"]).total_seconds(),
-        **differences(folder / "scratch" / "reference.onnx", library, key.inputs),
+        **differences(Path(compared["reference"]), library, key.inputs),
     }
 
 
