@@ -47,7 +47,15 @@ from service.client import (
 )
 from service.supervisor import StartFailed, Supervisor, settings_complaint
 from tuning_db.jobs import TUNERS
-from tuning_db.keys import CALIBRATION_METHODS, ArtifactKey, DeviceIdentity, parse_shape, spell_shape
+from tuning_db.keys import (
+    CALIBRATION_METHODS,
+    TYPED_INPUT,
+    ArtifactKey,
+    DeviceIdentity,
+    is_sha256,
+    parse_shape,
+    spell_shape,
+)
 
 USAGE: Final = 2
 CACHE_MISS: Final = 3
@@ -160,7 +168,7 @@ class QuantizationOptions:
                 option = {"mode": "--dynamic"}.get(next(iter(said)), f"--{next(iter(said)).replace('_', '-')}")
                 raise typer.BadParameter("has a meaning with --int8 or --fp16 alone", param_hint=option)
             return None
-        if self.calibration is not None and not _is_digest(self.calibration):
+        if self.calibration is not None and not is_sha256(self.calibration):
             try:
                 if not Path(self.calibration).is_dir():
                     Path(self.calibration).open("rb").close()
@@ -367,7 +375,7 @@ def inspect_model(
     """Upload a model and show what it is: digest, format, inputs and outputs."""
     with _exit_codes(), Tunery(url) as client:
         text = _model(model)
-        found = client.model(text) if _is_digest(text) else client.upload_model(text)
+        found = client.model(text) if is_sha256(text) else client.upload_model(text)
         listed = client.nodes(found["digest"]) if nodes else None
         if as_json:
             _print_json(found | (listed or {}))
@@ -714,12 +722,8 @@ def _make(output: Path | None) -> None:
             output.mkdir(parents=True, exist_ok=True)
 
 
-def _is_digest(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
-
-
 def _model(text: str) -> str:
-    if _is_digest(text):
+    if is_sha256(text):
         return text
     try:
         if Path(text).is_file():
@@ -737,7 +741,7 @@ def _inputs(texts: Sequence[str] | None) -> tuple[dict[str, dict[str, Any]], lis
     inputs: dict[str, list[dict[str, Any]]] = {}
     for text in texts or ():
         value: dict[str, Any]
-        if typed := re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ./]*)\]", text):
+        if typed := TYPED_INPUT.fullmatch(text):
             name, value = typed[1], {"dtype": typed[2]}
             dims = typed[3]
         elif plain := re.fullmatch(r"(?s)(.+)=([-0-9, ./]*)", text):

@@ -41,6 +41,9 @@ MOST_POINTS: Final = 8
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+#: Name, dtype and sizes of ``NAME:DTYPE[1,3,224,224]``.
+TYPED_INPUT: Final = re.compile(r"(?s)(.+):([a-z0-9]+)\[([0-9, ./]*)\]")
+
 
 def is_sha256(text: str) -> bool:
     """Whether `text` is 64 lower-case hexadecimal digits and nothing else."""
@@ -134,7 +137,7 @@ class TensorSpec:
 def parse_input(text: str) -> tuple[str, dict[str, Any]]:
     """Name, and dtype and shape as a request has them, of ``NAME:DTYPE[1,3,224,224]``. The name may hold any character,
     colons and brackets too."""
-    match = re.fullmatch(r"(?s)(.+):([a-z0-9]+)\[([0-9, ./]*)\]", text)
+    match = TYPED_INPUT.fullmatch(text)
     if match is None:
         raise InvalidRequest(f"input {text!r} is not NAME:DTYPE[1,3,224,224]", field="input")
     name, dtype, dims = match.groups()

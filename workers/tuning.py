@@ -316,11 +316,12 @@ class Attempt:
         slabs = proved[largest]
         *_, last = imports.values()
         for size, imported in zip(dimension.points, imports.values(), strict=True):
-            for output, whole, slab in zip(imported.outputs, last.outputs, slabs, strict=True):
+            here = proved.get(size, slabs)  # of one item nothing is proved
+            for output, whole, slab, found in zip(imported.outputs, last.outputs, slabs, here, strict=True):
                 shape = list(whole.shape)
                 if slab is not None:
                     shape[slab.axis] = size * slab.length
-                if list(output.shape) != shape or proved.get(size, slabs) != slabs:
+                if list(output.shape) != shape or found != slab:
                     raise UnsupportedOption(
                         f"one library cannot serve a range of this model: output {output.name!r} of a batch of {size} "
                         f"is {list(output.shape)}, which is no part of {list(whole.shape)} for {largest}; "

@@ -43,25 +43,28 @@ def set_threads(threads: int) -> None:
 
 def load_library(path: str, device: Any = None, function: str = "main") -> Callable[..., Any]:
     """The model's function of a library, on a device of TVM's; on the CPU of this machine if none is given."""
-    import tvm
-    from tvm.runtime.vm import VirtualMachine
-
-    found: Callable[..., Any] = VirtualMachine(tvm.runtime.load_module(path), device or tvm.cpu())[function]
+    found: Callable[..., Any] = _machine(path, device)[function]
     return found
 
 
 def load_ranged(path: str, told: Mapping[str, Any], names: Sequence[str]) -> Ranged:
     """A library's functions for a range of batches, as a manifest's `range` tells it, on the CPU of this machine."""
     import tvm
-    from tvm.runtime.vm import VirtualMachine
 
-    machine = VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
+    machine = _machine(path)
 
     def function(name: str) -> Function:
         found = machine[name]
         return lambda arrays: outputs_of(found(*map(tvm.runtime.tensor, arrays)))
 
     return Ranged.of(told, names, function)
+
+
+def _machine(path: str, device: Any = None) -> Any:
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    return VirtualMachine(tvm.runtime.load_module(path), device or tvm.cpu())
 
 
 def outputs_of(result: Any) -> list[NDArray[Any]]:
