@@ -28,17 +28,16 @@ def preload(module: str) -> tuple[str, ...]:
 
 
 def use_only(*modules: str) -> None:
-    """Load `modules` ("x86", "arm_cpu", "cuda", …) alone; another one is loaded by whoever imports it by its name.
+    """Load `modules` ("x86", "arm_cpu", "cuda", …) and no others; called again, it adds to those that are there.
 
-    Does nothing if the package was imported already.
+    If somebody imported TVM's own package first, then all are there already, and this does nothing.
     """
-    if _NAME in sys.modules:
-        return
-    import tvm.s_tir
+    if _NAME not in sys.modules:
+        import tvm.s_tir
 
-    package = types.ModuleType(_NAME)
-    package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
-    sys.modules[_NAME] = package
-    tvm.s_tir.tensor_intrin = package
+        package = types.ModuleType(_NAME)
+        package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
+        sys.modules[_NAME] = package
+        tvm.s_tir.tensor_intrin = package
     for module in modules:
         importlib.import_module(f"{_NAME}.{module}")
