@@ -42,9 +42,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, larg
     """
     model = bound_model(path, inputs, scratch, large_bytes)
     nodes_before, bound = len(model.graph.node), write(model, scratch)
-    folded = fold(inline_functions(quantized.standard(model, scratch)), scratch, large_bytes)
-    while has_loops(folded):
-        folded = fold(inline_functions(unroll(folded)), scratch, large_bytes)
+    folded = flat(quantized.standard(model, scratch), scratch, large_bytes)
     outputs = static_outputs(folded)
     normalised = sum_to_add(normalise(quantized.real_products(folded, scratch), scratch))
     onnx_model.check_operators(normalised, folded=True)
@@ -66,6 +64,17 @@ def bound_model(path: Path, inputs: Sequence[TensorSpec], scratch: Path, large_b
     onnx_model.check_operators(model)
     onnx_model.bind(time_first(model), inputs)
     return model
+
+
+def flat(model: ModelProto, scratch: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:
+    """A bound model with functions inlined, constants folded and loops written out, its large weights in `scratch`.
+
+    Raises ImportFailed or UnsupportedOperator.
+    """
+    folded = fold(inline_functions(model), scratch, large_bytes)
+    while has_loops(folded):
+        folded = fold(inline_functions(unroll(folded)), scratch, large_bytes)
+    return folded
 
 
 def fold(model: ModelProto, scratch: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:

@@ -72,16 +72,15 @@ class _Steps:
 
 def normalised(path: Path, inputs: Sequence[TensorSpec], scratch: Path, scheme: str) -> ModelProto:
     """The uploaded model as it is quantized: bound, folded, every node named. Raises InvalidRequest or ImportFailed."""
-    from workers.frontend import inlining, onnx_import, onnx_model, weights
+    from workers.frontend import onnx_import, onnx_model, recurrent, weights
 
     model = onnx_model.load(path)
     onnx_model.check_operators(model)
     if scheme == "int8" and onnx_model.opset_of(model) < _PER_CHANNEL_OPSET:
         model = _converted(model)
-    onnx_model.bind(model, inputs)
+    onnx_model.bind(recurrent.time_first(model), inputs)
     # In one piece, as the quantizer and the report want it.
-    folded = weights.take_in(onnx_import.fold(inlining.inline_functions(model), scratch), scratch)
-    model = onnx_import.sum_to_add(folded)
+    model = onnx_import.sum_to_add(weights.take_in(onnx_import.flat(model, scratch), scratch))
     onnx_model.check_operators(model, folded=True)
     name_nodes(model)
     return model

@@ -109,3 +109,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
     nothing = make_model([helper.make_node("Relu", ["x"], ["y"])], [port("x", 3, 8)], [port("y", 3, 8)])
     with pytest.raises(InvalidRequest, match="holds no float32 weights"):
         halved(tmp_path, nothing, None, ROWS)
+
+
+def test_loop(tmp_path: Path) -> None:
+    """A product within a loop is quantized as those around it are: the loop is written out first, as for a library."""
+    body = helper.make_graph(
+        [helper.make_node("MatMul", ["h", "weight"], ["h1"], "inner"), helper.make_node("Identity", ["on"], ["on1"])],
+        "body",
+        [port("i", dtype=TensorProto.INT64), port("on", dtype=TensorProto.BOOL), port("h", 3, 8)],
+        [port("on1", dtype=TensorProto.BOOL), port("h1", 3, 8)],
+    )
+    model = make_model(
+        [helper.make_node("Loop", ["times", "", "x"], ["y"], "outer", body=body)],
+        [port("x", 3, 8)],
+        [port("y", 3, 8)],
+        {"times": np.array(2), "weight": normal(8, 8)},
+    )
+    report, path = halved(tmp_path, model, npz(tmp_path, x=normal(4, 3, 8)), ROWS)
+    assert (report["weights"]["float16"], report["weights"]["float32"]) == (2, [])
+    assert 50 < report["outputs"][0]["sqnr_db"] < 100
+    assert [node.op_type for node in onnx.load(path).graph.node].count("MatMul") == 2
