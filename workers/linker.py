@@ -110,6 +110,11 @@ def export_for(arch: str) -> Callable[..., object]:
     return create_shared
 
 
+def assembles_for(arch: str) -> bool:
+    """Whether what `export_for` links with takes an assembler's files too, as a compiler driver does."""
+    return arch == platform.machine() or linker_for(arch).command[0].endswith("gcc")
+
+
 def check_machine(library: Path, arch: str) -> None:
     """Removes `library` and raises WrongMachine unless it is for `arch`: linkers have been seen to take a stranger's
     objects without a word."""

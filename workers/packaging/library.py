@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from tvm.s_tir import meta_schedule as ms
 from tuning_db.errors import BuildFailed
 from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
-from workers.linker import export_for
+from workers.linker import assembles_for, export_for
+from workers.packaging.device_code import SYMBOL
 from workers.said import last_line
 
 #: Parts of a model's kernels that are compiled side by side, where there are so many cores; their number must not
@@ -94,10 +95,37 @@ def compile_functions(module: tvm.ir.IRModule, target: tvm.target.Target, path: 
             objects = _compile_side_by_side(others, target, Path(folder))
             constants = dict((lowered.attrs or {}).get("const_name_to_constant", {}))
             executable = vm_build._vmlink(builder, target, first, params=constants)
-            executable.export_library(str(path), addons=[str(file) for file in objects], fcompile=export_for(arch))
+            executable.export_library(
+                str(path),
+                addons=[str(file) for file in objects],
+                fcompile=export_for(arch),
+                fpack_imports=_assembly_of_imports(arch) if assembles_for(arch) else None,
+            )
     except Exception as error:  # LLVM, the linker and every pass raise their own
         raise BuildFailed(f"the library did not compile: {last_line(error)}") from error
     return place.plans
+
+
+def _assembly_of_imports(arch: str) -> Callable[[Any, bool, str, str], str]:
+    """What TVM's `export_library` is to make of the weights: an assembler's file that takes them in as they are.
+
+    LLVM, which it would ask, puts them between code and what code refers to within 2 GiB, so that more do not link. On
+    x86-64 they have a section of the large code model, which comes after all others.
+    """
+    section = '.lrodata,"al",%progbits' if arch == "x86_64" else '.rodata,"a",%progbits'
+
+    def pack(executable: Any, _is_system_lib: bool, _prefix: str, folder: str) -> str:
+        imports, source = Path(folder) / "imports.bin", Path(folder) / "imports.s"
+        packed = tvm_ffi.get_global_func("runtime.ModulePackImportsToTensor")(executable)
+        with imports.open("wb") as file:
+            file.write(packed.numpy().data)
+        source.write_text(
+            f".section {section}\n.globl {SYMBOL}\n.type {SYMBOL}, %object\n.balign 16\n{SYMBOL}:\n"
+            f'.incbin "{imports}"\n.size {SYMBOL}, .-{SYMBOL}\n.section .note.GNU-stack,"",%progbits\n'
+        )
+        return str(source)
+
+    return pack
 
 
 def _shares(module: tvm.ir.IRModule) -> list[tvm.ir.IRModule]:
