@@ -1,7 +1,8 @@
 """Runs a fetched library in this process and compares it with ONNX Runtime: `run_library.py FOLDER MODEL.onnx [SIZE]`.
 
-Needs TVM's runtime, NumPy and ONNX Runtime, as a user's own program does. A library for one shape needs nothing of Tunery; of one
-for a range, SIZE is what is run, the largest point if there is none, and `service.loading` cuts it. Prints JSON.
+Needs TVM's runtime, NumPy and ONNX Runtime, as a user's own program does. A library for one shape needs nothing of
+Tunery; of one for a range, SIZE is what is run, the largest point if there is none, and `service.loading` cuts it.
+Prints JSON.
 """
 
 import json
