@@ -72,7 +72,8 @@ def meant_by(model: ModelProto, exclude: Sequence[str]) -> list[str]:
     names = [node.name for node in model.graph.node]
     found = []
     for name in exclude:
-        meant = [n for n in names if n == name or (n.startswith(f"{name}/") and n.endswith("Fusion"))]
+        fused = re.compile(re.escape(name) + f"({_FUSED.pattern})+")
+        meant = [n for n in names if n == name or fused.fullmatch(n)]
         if not meant:
             raise _no_node(name, names, "there is no node {} once constants and BatchNormalization are folded")
         found += meant

@@ -73,3 +73,16 @@ def test_operators_are_those_of_the_installed_quantizer() -> None:
     """The table says what ONNX Runtime's registries do, its own operators left out."""
     known = {*registry.QDQRegistry, *registry.QLinearOpsRegistry, *registry.IntegerOpsRegistry}
     assert known - {"Attention", "EmbedLayerNormalization"} == QUANTIZABLE
+
+
+def test_what_is_meant() -> None:
+    """A name means its node and what was fused into it, and nothing of a scope that is called the same."""
+    names = ("layer", "layer/MatMulAddFusion", "layer/dense/MatMulAddFusion", "layer/dense", "layers/MatMulAddFusion")
+    nodes = [helper.make_node("Relu", [f"t{place}"], [f"t{place + 1}"], name) for place, name in enumerate(names)]
+    model = make_model(nodes, [port("t0", 2)], [port(f"t{len(names)}", 2)])
+    assert exclusions.meant_by(model, ["layer"]) == ["layer", "layer/MatMulAddFusion"]
+    assert exclusions.meant_by(model, ["layers", "layer/dense"]) == [
+        "layers/MatMulAddFusion", "layer/dense/MatMulAddFusion", "layer/dense"
+    ]  # fmt: skip
+    with pytest.raises(InvalidRequest, match="there is no node 'dense'"):
+        exclusions.meant_by(model, ["dense"])
