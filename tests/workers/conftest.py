@@ -105,6 +105,7 @@ def differences(model: ModelProto, host: Host, folder: Path) -> list[tuple[str, 
     compiled = compile_model(model, host, folder)
     examples = example_inputs(compiled.inputs, 0)
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1  # of a batch that it quantizes itself the numbers depend on it
     # Otherwise ONNX Runtime rounds the activations too before it multiplies them with quantized weights.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(compiled.reference, options, providers=["CPUExecutionProvider"])

@@ -14,8 +14,8 @@ SUPPORTED_OPSETS: Final = (7, 28)
 #: Operators of which a quantized graph holds at least one.
 QUANTIZED: Final = frozenset(
     {
-        "ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
-        "QuantizeLinear",
+        "ConvInteger", "DequantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger",
+        "QLinearConv", "QLinearMatMul", "QuantizeLinear",
     }
 )  # fmt: skip
 
@@ -59,7 +59,7 @@ SUPPORTED: Final = IMPORTED | REWRITTEN
 CONTRIBUTED: Final = frozenset(
     f"com.microsoft.{name}"
     for name in (
-        "QGemm", "QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
-        "QLinearMul", "QLinearSigmoid",
+        "DynamicQuantizeLSTM", "QGemm", "QLinearAdd", "QLinearAveragePool", "QLinearConcat",
+        "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid",
     )
 )  # fmt: skip

@@ -22,6 +22,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
+from workers.frontend.recurrent import dynamic_quantize_lstm
 from workers.frontend.rewriting import Graph, Rewrite
 
 
@@ -298,6 +299,7 @@ def _middle(weight: NDArray[Any]) -> int:
 
 #: Operators of ONNX Runtime's own.
 CONTRIBUTED: Final[Mapping[str, Rewrite]] = {
+    "com.microsoft.DynamicQuantizeLSTM": dynamic_quantize_lstm,
     "com.microsoft.QGemm": qgemm,
     "com.microsoft.QLinearAdd": _between("Add", 0, 3, result=6),
     "com.microsoft.QLinearAveragePool": _between("AveragePool", 0, result=3),
@@ -310,8 +312,21 @@ CONTRIBUTED: Final[Mapping[str, Rewrite]] = {
 
 
 def standard(model: ModelProto, weights: Path | None = None) -> ModelProto:
-    """The model with ONNX Runtime's own operators on quantized tensors written as the standard's."""
-    if not any(f"{node.domain}.{node.op_type}" in CONTRIBUTED for node in model.graph.node):
-        return model
-    # Now what follows from their shapes is known too.
-    return onnx.shape_inference.infer_shapes(Graph(model, weights).rewrite(CONTRIBUTED), data_prop=True)
+    """The model with ONNX Runtime's own operators on quantized tensors written as the standard's.
+
+    UnsupportedOperator for one that reads a tensor whose shape depends on the data.
+    """
+    contributed = _contributed(model)
+    while contributed:
+        graph = Graph(model, weights)
+        # Now what follows from their shapes is known too.
+        model = onnx.shape_inference.infer_shapes(graph.rewrite(CONTRIBUTED), data_prop=True)
+        left = _contributed(model)
+        if len(left) == len(contributed):
+            raise graph.refuse(left[0], "the shape of its input depends on the data")
+        contributed = left
+    return model
+
+
+def _contributed(model: ModelProto) -> list[NodeProto]:
+    return [node for node in model.graph.node if f"{node.domain}.{node.op_type}" in CONTRIBUTED]

@@ -1,7 +1,9 @@
 """LSTM, GRU and RNN, which TVM's importer lacks, written step by step: the number of steps is known when they are.
 
 What does not depend on the step before, the product of the inputs and their weights, is one matrix product for all
-steps. The steps of a direction are alike, so that one kernel is compiled for them all.
+steps. The steps of a direction are alike, so that one kernel is compiled for them all. ONNX Runtime's
+DynamicQuantizeLSTM is an LSTM whose products are of integers: inputs are quantized by the range of all steps, the state
+by its own at each.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from workers.frontend.rewriting import Graph, Rewrite
 
@@ -21,6 +23,7 @@ MOST_STEPS: Final = 512
 
 #: How many gates an operator has, and the functions that it applies if none are given.
 _GATES: Final[Mapping[str, int]] = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_QUANTIZED: Final = "DynamicQuantizeLSTM"
 _FUNCTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "LSTM": ("Sigmoid", "Tanh", "Tanh"),
     "GRU": ("Sigmoid", "Tanh"),
@@ -42,6 +45,9 @@ _PLAIN: Final[Mapping[str, str]] = {
         "Elu HardSigmoid LeakyRelu Relu Sigmoid Softplus Softsign Tanh ThresholdedRelu".split()  # noqa: SIM905
     )
 }
+
+#: The first that has DynamicQuantizeLinear.
+_QUANTIZES_OPSET: Final = 11
 
 #: The state between steps, [batch, hidden] each; None where it is zero. Only LSTM has a second.
 _State = tuple[str | None, str | None]
@@ -74,6 +80,24 @@ def time_first(model: ModelProto) -> ModelProto:
     return model
 
 
+def dynamic_quantize_lstm(graph: Graph, node: NodeProto) -> bool:
+    """As `recurrent`. It stays while the shape of its input is not known: ONNX infers none behind such a node, so one
+    that feeds another is written out first."""
+    if graph.opset < _QUANTIZES_OPSET:
+        raise graph.refuse(node, f"it is written as operators of operator set {_QUANTIZES_OPSET}; convert the model")
+    shape, lengths = graph.shape(node.input[0]), graph.value(node, 4)
+    if shape is None:
+        return False
+    if graph.input(node, 4) and shape[1] > 1 and (lengths is None or np.any(lengths != lengths[0])):
+        # ONNX Runtime quantizes the states of a batch by one range, in which it has zeros for those that have ended.
+        raise graph.refuse(
+            node,
+            "the sequences of its batch may have different lengths, on which the scale of all its states would depend; "
+            "bind a batch of 1, or export the model without sequence_lens",
+        )
+    return recurrent(graph, node)
+
+
 def recurrent(graph: Graph, node: NodeProto) -> bool:
     """The equations of the standard, with every attribute that it defines."""
     given = graph.attributes(node)
@@ -94,7 +118,7 @@ def recurrent(graph: Graph, node: NodeProto) -> bool:
     outputs: tuple[list[str], ...] = ([], [], [])
     for index, (cell, reverse) in enumerate(zip(_cells(graph, node, len(backward)), backward, strict=True)):
         h, c = _initial(graph, node, 5, index), _initial(graph, node, 6, index)
-        projected = graph.op("Add", [graph.op("MatMul", [flat, cell.input_weights]), cell.bias])
+        projected = graph.op("Add", [cell.input_weights.times(flat), cell.bias])
         inputs = graph.split(projected, [batch] * time, 0)
         written = [""] * time
         zeros = graph.constant(np.zeros((batch, cell.hidden), graph.numpy_dtype(x)))
@@ -121,15 +145,43 @@ def recurrent(graph: Graph, node: NodeProto) -> bool:
 
 
 @dataclass(frozen=True)
+class _Weights:
+    """What the inputs or the state are multiplied by, constant in the graph."""
+
+    graph: Graph
+    name: str  #: of the initializer of a product, once for all steps, before the columns
+    array: NDArray[Any]  #: [rows, gates * hidden]
+    scale: NDArray[np.float32] | None = None  #: of integers: [] or [gates * hidden]
+    zero: NDArray[Any] | None = None  #: of integers: [] or [gates * hidden]
+
+    def times(self, x: str, columns: slice = slice(None)) -> str:
+        """The product of `x` [batch, rows] and some of the columns, in real numbers."""
+        op, weights = self.graph.op, self._constant("", self.array, columns)
+        if self.scale is None or self.zero is None:
+            return op("MatMul", [x, weights])
+        quantized, step, zero = self.graph.dynamically_quantized(x)
+        scale = self._constant("/scale", self.scale, columns)
+        total = op("MatMulInteger", [quantized, weights, zero, self._constant("/zero", self.zero, columns)])
+        return op("Mul", [self.graph.cast(total, TensorProto.FLOAT), op("Mul", [step, scale])])
+
+    def _constant(self, what: str, array: NDArray[Any], columns: slice) -> str:
+        # One initializer for all steps.
+        name = f"{self.name}{what}/{columns.start}"
+        if self.graph.shape(name) is not None:
+            return name
+        return self.graph.constant(array[..., columns] if array.ndim else array, name)
+
+
+@dataclass(frozen=True)
 class _Cell:
     """One direction: its weights as constants, and what one step does."""
 
     graph: Graph
     kind: str
     hidden: int
-    input_weights: str  #: [inputs, gates * hidden]
+    input_weights: _Weights  #: [inputs, gates * hidden]
     bias: str  #: [gates * hidden], all of it that may be added before the steps
-    state_weights: NDArray[Any]  #: [hidden, gates * hidden]
+    state_weights: _Weights  #: [hidden, gates * hidden]
     state_bias: NDArray[Any]  #: [hidden], what GRU adds before it resets
     peepholes: NDArray[Any] | None  #: [3, hidden], of input, output and forget gate
     functions: tuple[Callable[[str], str], ...]
@@ -155,7 +207,7 @@ class _Cell:
         else:
             bias = self._constant("bias", self.state_bias)
             if h:
-                moved = op("MatMul", [h, self._constant("all", self.state_weights)])
+                moved = self.state_weights.times(h)
                 moved_gates, moved = self.graph.split(moved, [2 * size, size], 1)
                 gates, bias = op("Add", [gates, moved_gates]), op("Add", [moved, bias])
             update, reset = self.graph.split(f(gates), [size, size], 1)
@@ -185,35 +237,36 @@ class _Cell:
     def _plus_state(self, x: str, h: str | None, columns: slice) -> str:
         if h is None:
             return x
-        weights = self._constant(f"{columns.start}", self.state_weights[:, columns])
-        return self.graph.op("Add", [x, self.graph.op("MatMul", [h, weights])])
+        return self.graph.op("Add", [x, self.state_weights.times(h, columns)])
 
     def _constant(self, what: str, array: NDArray[Any]) -> str:
         # One initializer for all steps.
-        name = f"{self.input_weights}/{what}"
+        name = f"{self.bias}/{what}"
         return name if self.graph.shape(name) is not None else self.graph.constant(array, name)
 
 
 def _cells(graph: Graph, node: NodeProto, directions: int) -> list[_Cell]:
-    given, gates = graph.attributes(node), _GATES[node.op_type]
-    weights, state_weights = graph.value(node, 1), graph.value(node, 2)
-    bias, peepholes = graph.value(node, 3), graph.value(node, 7)
-    absent = [bool(graph.input(node, place)) and graph.value(node, place) is None for place in (3, 7)]
-    if weights is None or state_weights is None or any(absent):
+    kind = "LSTM" if node.op_type == _QUANTIZED else node.op_type
+    given, gates = graph.attributes(node), _GATES[kind]
+    places = (3, 7, 8, 9, 10, 11) if node.op_type == _QUANTIZED else (3, 7)
+    absent = [bool(graph.input(node, place)) and graph.value(node, place) is None for place in (1, 2, *places)]
+    if any(absent):
         raise graph.refuse(node, "its weights are computed while the model runs; fold them into initializers")
-    hidden = state_weights.shape[2]
-    functions = _functions(graph, node, directions)
-    reset_after = bool(given.get("linear_before_reset", 0)) and node.op_type == "GRU"
+    inputs, states = _weights(graph, node, 1), _weights(graph, node, 2)
+    bias, peepholes = graph.value(node, 3), graph.value(node, 7)
+    hidden = states[0].array.shape[0]
+    functions = _functions(graph, node, kind, directions)
+    reset_after = bool(given.get("linear_before_reset", 0)) and kind == "GRU"
+    numbers = graph.numpy_dtype(node.input[0])
     cells = []
     for index in range(directions):
-        both = np.zeros((2, gates * hidden), weights.dtype) if bias is None else bias[index].reshape(2, -1)
+        both = np.zeros((2, gates * hidden), numbers) if bias is None else bias[index].reshape(2, -1)
         added = both[0] + both[1]
         if reset_after:
             added[2 * hidden :] = both[0][2 * hidden :]
         cells.append(
             _Cell(
-                graph, node.op_type, hidden, graph.constant(weights[index].T), graph.constant(added),
-                state_weights[index].T, both[1][-hidden:],
+                graph, kind, hidden, inputs[index], graph.constant(added), states[index], both[1][-hidden:],
                 None if peepholes is None else peepholes[index].reshape(3, hidden), functions[index], reset_after,
                 bool(given.get("input_forget", 0)),
             )
@@ -221,10 +274,26 @@ def _cells(graph: Graph, node: NodeProto, directions: int) -> list[_Cell]:
     return cells
 
 
-def _functions(graph: Graph, node: NodeProto, directions: int) -> list[tuple[Callable[[str], str], ...]]:
+def _weights(graph: Graph, node: NodeProto, place: int) -> list[_Weights]:
+    """Those of each direction. Integers lie transposed, and have scales and zero points among the last inputs: one for
+    a direction, or one for each column of it."""
+    array = graph.value(node, place)
+    assert array is not None
+    names = [
+        f"{node.output[0] or node.output[-1]}/{('inputs', 'states')[place - 1]}/{index}" for index in range(len(array))
+    ]
+    if node.op_type != _QUANTIZED:
+        return [_Weights(graph, name, part.T) for name, part in zip(names, array, strict=True)]
+    scale, zero = graph.value(node, 6 + 2 * place), graph.value(node, 7 + 2 * place)
+    if scale is None or zero is None:
+        raise graph.refuse(node, "its weights have no scale or no zero point")
+    return [_Weights(graph, *parts) for parts in zip(names, array, scale, zero, strict=True)]
+
+
+def _functions(graph: Graph, node: NodeProto, kind: str, directions: int) -> list[tuple[Callable[[str], str], ...]]:
     """For each direction its functions. Parameters are taken in turn by those functions that have them, as ONNX Runtime
     reads them."""
-    given, default = graph.attributes(node), _FUNCTIONS[node.op_type]
+    given, default = graph.attributes(node), _FUNCTIONS[kind]
     names = [name.decode() for name in given.get("activations", [])] or list(default) * directions
     if len(names) != len(default) * directions:
         raise graph.refuse(node, f"it has {len(names)} activations instead of {len(default) * directions}")
@@ -240,7 +309,7 @@ def _functions(graph: Graph, node: NodeProto, directions: int) -> list[tuple[Cal
         if name.lower() not in _PLAIN and not parameters:
             raise graph.refuse(node, f"its activation {name} is not one of the standard's")
         # The cell passes its last function as it is in ONNX Runtime, though the standard clips what functions take.
-        last = node.op_type == "LSTM" and index % len(default) == 2
+        last = kind == "LSTM" and index % len(default) == 2
         made.append(_function(graph, name.lower(), parameters, None if last else given.get("clip")))
     return [tuple(made[i : i + len(default)]) for i in range(0, len(made), len(default))]
 

@@ -177,9 +177,28 @@ class Graph:
         """The error to raise for a node; `why` says what of it is not done and what to do."""
         return onnx_model.unsupported(node.op_type, onnx_model.name_of(node), self.opset, f": {why}")
 
+    def dynamically_quantized(self, name: str) -> tuple[str, str, str]:
+        """A float tensor in uint8, with the scale and the zero point that its own range gives."""
+        quantized, scale, zero = (self._name() for _ in range(3))
+        self._nodes.append(
+            helper.make_node(
+                "DynamicQuantizeLinear", [name], [quantized, scale, zero], name=f"{quantized}/DynamicQuantizeLinear"
+            )
+        )
+        self._types |= {
+            quantized: (TensorProto.UINT8, None),
+            scale: (TensorProto.FLOAT, ()),
+            zero: (TensorProto.UINT8, ()),
+        }
+        return quantized, scale, zero
+
     def _name(self) -> str:
-        self._fresh += 1
-        return f"tunery/{self._fresh}"
+        # An earlier rewriting of the same model has left names of this kind.
+        while True:
+            self._fresh += 1
+            name = f"tunery/{self._fresh}"
+            if name not in self._makers and name not in self._types:
+                return name
 
 
 FLOATS = (TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import ModelProto, helper
+from onnxruntime.quantization import quantize_dynamic
 
 from tests.workers.conftest import Host, differences
 from tests.workers.models import make_model, normal, port, save
@@ -81,6 +83,31 @@ def every_input(kind: str, lengths: tuple[int, ...], **attributes: Any) -> Model
 def test_equals_onnx_runtime(model: ModelProto, host: Host, tmp_path: Path) -> None:
     """Directions, states, lengths, peepholes, clipping and activations mean what they mean in ONNX Runtime."""
     assert differences(model, host, tmp_path) == []
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [recognizer(5), every_input("LSTM", (4, 4, 4), clip=2.5), every_input("LSTM", (3, 3, 3), input_forget=1)],
+    ids=["recognizer", "clipped", "shorter"],
+)
+def test_dynamic_integers(model: ModelProto, per_channel: bool, host: Host, tmp_path: Path) -> None:
+    """LSTMs as ONNX Runtime's dynamic quantizer writes them, one behind another too, are products of integers, whose
+    numbers are those of ONNX Runtime."""
+    path = tmp_path / "dynamic.onnx"
+    quantize_dynamic(save(model, tmp_path), path, per_channel=per_channel, op_types_to_quantize=["LSTM"])
+    quantized = onnx.load(path)
+    assert {node.op_type for node in quantized.graph.node} & {"LSTM", "DynamicQuantizeLSTM"} == {"DynamicQuantizeLSTM"}
+    assert differences(quantized, host, tmp_path) == []
+
+
+def test_dynamic_integers_of_lengths(tmp_path: Path) -> None:
+    """Sequences of several lengths share the scale of their states with what has ended: refused, with what to do."""
+    path = tmp_path / "dynamic.onnx"
+    quantize_dynamic(save(every_input("LSTM", (4, 1, 2)), tmp_path), path, op_types_to_quantize=["LSTM"])
+    inputs = [("x", (4, 3, 6)), ("h0", (2, 3, 5)), ("c0", (2, 3, 5))]
+    with pytest.raises(UnsupportedOperator, match=r"DynamicQuantizeLSTM .* different lengths.* bind a batch of 1"):
+        import_onnx(path, [TensorSpec(name, "float32", shape) for name, shape in inputs], tmp_path)
 
 
 def test_too_many_steps(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
+from tests.workers.frontend.test_recurrent import recognizer
 from tests.workers.models import make_model, matmuls, normal, port, save
 from tuning_db.errors import InvalidCalibration, InvalidRequest, QuantizationFailed
 from tuning_db.keys import QuantizationConfig, TensorSpec
@@ -364,3 +365,9 @@ def test_process(tmp_path: Path) -> None:
     with pytest.raises(QuantizationFailed, match="exit status 1: FileNotFoundError") as caught:
         quantize_apart(replace(good, model=str(tmp_path / "gone")), tmp_path, said.append)
     assert caught.value.kind == "quantization-failed"
+
+
+def test_recurrent(tmp_path: Path) -> None:
+    """Dynamic int8 takes a model with an LSTM, as a library does, though it is written out only when that is made."""
+    _, path = quantize(tmp_path, recognizer(3), None, (TensorSpec("x", "float32", (3, 1, 10)),), Recipe(None))
+    assert operators(path).count("DynamicQuantizeLSTM") == 2
