@@ -18,6 +18,7 @@ from workers.frontend import onnx_model, quantized
 from workers.frontend.control_flow import has_loops, unroll
 from workers.frontend.inlining import inline_functions
 from workers.frontend.normalise import normalise
+from workers.frontend.operators import IMPORTED
 from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
 from workers.frontend.weights import LARGE_BYTES, write
@@ -45,7 +46,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, larg
     folded = flat(quantized.standard(model, scratch), scratch, large_bytes)
     outputs = static_outputs(folded)
     normalised = sum_to_add(normalise(quantized.real_products(folded, scratch), scratch))
-    onnx_model.check_operators(normalised, folded=True)
+    onnx_model.check_operators(normalised, folded=True, known=IMPORTED)
     try:
         with warnings.catch_warnings():
             # It tells of every input whose name is no identifier. Libraries take their inputs by position.

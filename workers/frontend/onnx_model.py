@@ -35,7 +35,7 @@ from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, Unsupp
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
-from workers.frontend.operators import CONTRIBUTED, IMPORTED, SUPPORTED, SUPPORTED_OPSETS
+from workers.frontend.operators import CONTRIBUTED, SUPPORTED, SUPPORTED_OPSETS
 from workers.frontend.weights import LARGE_BYTES, PACKED, WeightsFile, separable
 from workers.said import first_line
 
@@ -345,12 +345,13 @@ def check_one_piece(model: ModelProto, scheme: str) -> None:
         )
 
 
-def check_operators(model: ModelProto, *, folded: bool = False) -> None:
+def check_operators(model: ModelProto, *, folded: bool = False, known: Set[str] = SUPPORTED) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
     A node that depends on constants and shapes alone is folded before import, whatever its operator, and an operator
-    with a standard or local definition is replaced by it. Of a model in which that and the rewrites are done,
-    `folded`, the importer must know every operator. A shape that depends on the numbers of an input is no shape.
+    with a standard or local definition is replaced by it. Of a model in which that is done, `folded`, every operator
+    must be one of `known`: those of the importer, once the rewrites are done too. A shape that depends on the numbers
+    of an input is no shape.
     """
     opset = opset_of(model)
     if not SUPPORTED_OPSETS[0] <= opset <= SUPPORTED_OPSETS[1]:
@@ -360,18 +361,23 @@ def check_operators(model: ModelProto, *, folded: bool = False) -> None:
         )
     local = {(function.domain, function.name) for function in model.functions}
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
-    _check_nodes(model.graph.node, constant, local, opset, folded)
+    _check_nodes(model.graph.node, constant, local, opset, folded, known)
     if not folded:
         _check_shapes(model.graph, opset)
 
 
 def _check_nodes(
-    nodes: Iterable[NodeProto], constant: set[str], local: Set[tuple[str, str]], opset: int, folded: bool
+    nodes: Iterable[NodeProto],
+    constant: set[str],
+    local: Set[tuple[str, str]],
+    opset: int,
+    folded: bool,
+    known: Set[str],
 ) -> None:
     """`constant` names what is known before the model runs; what the nodes make of it is added."""
     for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if domain == "" and node.op_type in (IMPORTED if folded else SUPPORTED):
+        if domain == "" and node.op_type in known:
             if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
                 constant.update(node.output)
             continue
@@ -386,8 +392,8 @@ def _check_nodes(
             if domain == "" and (node.op_type == "Scan" or (node.op_type == "Loop" and node.input[0] in constant)):
                 # Written out step by step: of a loop, the number of the step is a constant, and that it goes on.
                 body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
-                known = [*body.initializer, *(body.input[:2] if node.op_type == "Loop" else ())]
-                _check_nodes(body.node, constant | {value.name for value in known}, local, opset, folded)
+                told = [*body.initializer, *(body.input[:2] if node.op_type == "Loop" else ())]
+                _check_nodes(body.node, constant | {value.name for value in told}, local, opset, folded, known)
                 continue
             if (domain, node.op_type) in local or (domain == "" and has_function_body(node.op_type, opset)):
                 continue

@@ -165,11 +165,7 @@ class _Weights:
         return op("Mul", [self.graph.cast(total, TensorProto.FLOAT), op("Mul", [step, scale])])
 
     def _constant(self, what: str, array: NDArray[Any], columns: slice) -> str:
-        # One initializer for all steps.
-        name = f"{self.name}{what}/{columns.start}"
-        if self.graph.shape(name) is not None:
-            return name
-        return self.graph.constant(array[..., columns] if array.ndim else array, name)
+        return _once(self.graph, f"{self.name}{what}/{columns.start}", array[..., columns] if array.ndim else array)
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ class _Cell:
             kept = op("Mul", [reset, h]) if h else None
             new = g(self._plus_state(candidate, kept, slice(2 * size, None)))
         else:
-            bias = self._constant("bias", self.state_bias)
+            bias = _once(self.graph, f"{self.bias}/bias", self.state_bias)
             if h:
                 moved = self.state_weights.times(h)
                 moved_gates, moved = self.graph.split(moved, [2 * size, size], 1)
@@ -231,7 +227,7 @@ class _Cell:
     def _peep(self, gate: str, cell: str, index: int) -> str:
         if self.peepholes is None:
             return gate
-        weights = self._constant(f"peephole {index}", self.peepholes[index])
+        weights = _once(self.graph, f"{self.bias}/peephole {index}", self.peepholes[index])
         return self.graph.op("Add", [gate, self.graph.op("Mul", [cell, weights])])
 
     def _plus_state(self, x: str, h: str | None, columns: slice) -> str:
@@ -239,10 +235,10 @@ class _Cell:
             return x
         return self.graph.op("Add", [x, self.state_weights.times(h, columns)])
 
-    def _constant(self, what: str, array: NDArray[Any]) -> str:
-        # One initializer for all steps.
-        name = f"{self.bias}/{what}"
-        return name if self.graph.shape(name) is not None else self.graph.constant(array, name)
+
+def _once(graph: Graph, name: str, array: NDArray[Any]) -> str:
+    """One initializer for all steps."""
+    return name if graph.shape(name) is not None else graph.constant(array, name)
 
 
 def _cells(graph: Graph, node: NodeProto, directions: int) -> list[_Cell]:
@@ -279,9 +275,8 @@ def _weights(graph: Graph, node: NodeProto, place: int) -> list[_Weights]:
     a direction, or one for each column of it."""
     array = graph.value(node, place)
     assert array is not None
-    names = [
-        f"{node.output[0] or node.output[-1]}/{('inputs', 'states')[place - 1]}/{index}" for index in range(len(array))
-    ]
+    of = f"tunery/{node.output[0] or node.output[-1]}/{('inputs', 'states')[place - 1]}"
+    names = [f"{of}/{index}" for index in range(len(array))]
     if node.op_type != _QUANTIZED:
         return [_Weights(graph, name, part.T) for name, part in zip(names, array, strict=True)]
     scale, zero = graph.value(node, 6 + 2 * place), graph.value(node, 7 + 2 * place)

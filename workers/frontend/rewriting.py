@@ -142,15 +142,11 @@ class Graph:
         """The parts of a tensor, of `sizes` along `axis`; of one size the tensor itself."""
         if len(sizes) == 1:
             return [name]
-        parts = [self._name() for _ in sizes]
+        of = (self.dtype(name), None)
         if self.opset < 13:
-            node = helper.make_node("Split", [name], parts, axis=axis, split=list(sizes))
-        else:
-            node = helper.make_node("Split", [name, self.constant(np.asarray(sizes, np.int64))], parts, axis=axis)
-        node.name = f"{parts[0]}/Split"
-        self._nodes.append(node)
-        self._types.update((part, (self.dtype(name), None)) for part in parts)
-        return parts
+            return self._several("Split", [name], [of] * len(sizes), axis=axis, split=list(sizes))
+        given = self.constant(np.asarray(sizes, np.int64))
+        return self._several("Split", [name, given], [of] * len(sizes), axis=axis)
 
     def reshape(self, name: str, shape: Sequence[int], output: str = "") -> str:
         return self.op("Reshape", [name, self.constant(np.asarray(shape, np.int64))], output)
@@ -179,18 +175,24 @@ class Graph:
 
     def dynamically_quantized(self, name: str) -> tuple[str, str, str]:
         """A float tensor in uint8, with the scale and the zero point that its own range gives."""
-        quantized, scale, zero = (self._name() for _ in range(3))
-        self._nodes.append(
-            helper.make_node(
-                "DynamicQuantizeLinear", [name], [quantized, scale, zero], name=f"{quantized}/DynamicQuantizeLinear"
-            )
-        )
-        self._types |= {
-            quantized: (TensorProto.UINT8, None),
-            scale: (TensorProto.FLOAT, ()),
-            zero: (TensorProto.UINT8, ()),
-        }
+        types = [(TensorProto.UINT8, None), (TensorProto.FLOAT, ()), (TensorProto.UINT8, ())]
+        quantized, scale, zero = self._several("DynamicQuantizeLinear", [name], types)
         return quantized, scale, zero
+
+    def _several(
+        self,
+        op_type: str,
+        inputs: Sequence[str],
+        types: Sequence[tuple[int, tuple[int, ...] | None]],
+        **attributes: Any,
+    ) -> list[str]:
+        """Append a node with an output for each of `types`."""
+        outputs = [self._name() for _ in types]
+        self._nodes.append(
+            helper.make_node(op_type, list(inputs), outputs, name=f"{outputs[0]}/{op_type}", **attributes)
+        )
+        self._types.update(zip(outputs, types, strict=True))
+        return outputs
 
     def _name(self) -> str:
         # An earlier rewriting of the same model has left names of this kind.

@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tests.workers.models import make_model, matmuls, normal, port
 from tests.workers.quantize.test_quantize import ask, images, npz, residual_net
-from tuning_db.errors import InvalidRequest
+from tuning_db.errors import InvalidRequest, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.quantize.__main__ import run
 from workers.quantize.request import SOURCE, Recipe
@@ -129,3 +129,18 @@ def test_loop(tmp_path: Path) -> None:
     assert (report["weights"]["float16"], report["weights"]["float32"]) == (2, [])
     assert 50 < report["outputs"][0]["sqnr_db"] < 100
     assert [node.op_type for node in onnx.load(path).graph.node].count("MatMul") == 2
+
+
+def test_what_nothing_compiles(tmp_path: Path) -> None:
+    """An operator of ONNX Runtime's own, left once constants are folded, is refused before anything is rounded."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("QuantizeLinear", ["m", "scale", "zero"], ["q"]),
+        helper.make_node("QLinearSigmoid", ["q", "scale", "zero", "scale", "zero"], ["s"], domain="com.microsoft"),
+        helper.make_node("DequantizeLinear", ["s", "scale", "zero"], ["y"]),
+    ]
+    weights = {"w": normal(8, 8), "scale": np.float32(0.1), "zero": np.uint8(128)}
+    model = make_model(nodes, [port("x", 3, 8)], [port("y", 3, 8)], weights)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    with pytest.raises(UnsupportedOperator, match=r"operator com\.microsoft\.QLinearSigmoid .* cannot be compiled"):
+        halved(tmp_path, model, None, ROWS)
