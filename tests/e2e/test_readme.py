@@ -68,7 +68,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert blocks("Use it", "sh") == ["make up\n"]
     data_dir = tmp_path_factory.mktemp("readme") / "data"
     process = subprocess.Popen(
-        ["make", "--silent", "up", f"UP_ARGS=--port 0 --json --data-dir {data_dir}"],
+        ["make", "--silent", "--no-print-directory", "up", f"UP_ARGS=--port 0 --json --data-dir {data_dir}"],
         cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env={**os.environ, **FAST}, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
