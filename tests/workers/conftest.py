@@ -23,6 +23,7 @@ from workers.devices import local_cpu
 from workers.frontend import onnx_model
 from workers.frontend.onnx_import import Imported, import_onnx
 from workers.graph import pipeline, tasks
+from workers.graph.algebra import name_of
 from workers.packaging import library
 from workers.packaging.reference import compare, example_inputs
 from workers.search import intrinsics
@@ -89,6 +90,12 @@ def run_pipeline(imported: Imported, host: Host) -> tvm.ir.IRModule:
     """The module that an untuned library is compiled from."""
     with host.target, pipeline.pass_context():
         return pipeline.lower_operators()(pipeline.simplify()(imported.module))
+
+
+def operators(module: tvm.ir.IRModule) -> list[str]:
+    """What `main` calls, in order."""
+    values = [binding.value for block in module["main"].body.blocks for binding in block.bindings]
+    return [name_of(value) for value in values if isinstance(value, relax.Call)]
 
 
 def compile_model(model: ModelProto, host: Host, folder: Path) -> Compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import site
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def save(model: ModelProto, folder: Path, name: str = "model.onnx") -> Path:
     path = folder / name
     onnx.save_model(model, path)
     return path
+
+
+def text_model(file: str) -> Path:
+    """A real model: one of PaddleOCR's, as rapidocr-onnxruntime ships them."""
+    return next(Path(folder) / "rapidocr_onnxruntime/models" / file for folder in site.getsitepackages())
 
 
 def matmuls() -> ModelProto:

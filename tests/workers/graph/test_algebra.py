@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto
-from tvm import relax
 
-from tests.workers.conftest import Host, lower
+from tests.workers.conftest import Host, lower, operators
 from tests.workers.graph.nets import Net
 from workers.graph import pipeline
-from workers.graph.algebra import name_of
 
 SHAPE = (2, 3, 4)
 
@@ -68,7 +66,7 @@ def first_power(net: Net, x: str) -> str:
 def test_nothing_is_left(spell: Callable[[Net, str], str], host: Host, tmp_path: Path) -> None:
     """What gives back what it was given is no operator."""
     net = Net()
-    assert operators(net.model(net("Relu", spell(net, net.input(*SHAPE)))), host, tmp_path) == ["nn.relu"]
+    assert simplified(net.model(net("Relu", spell(net, net.input(*SHAPE)))), host, tmp_path) == ["nn.relu"]
 
 
 def transposed_twice(net: Net, x: str) -> str:
@@ -119,13 +117,11 @@ def constants(net: Net, x: str) -> str:
 def test_less_is_left(spell: Callable[[Net, str], str], left: list[str], host: Host, tmp_path: Path) -> None:
     """What is the same with fewer operators is spelled with them; what is not stays."""
     net = Net()
-    assert operators(net.model(spell(net, net.input(*SHAPE))), host, tmp_path) == left
+    assert simplified(net.model(spell(net, net.input(*SHAPE))), host, tmp_path) == left
 
 
-def operators(model: ModelProto, host: Host, folder: Path) -> list[str]:
+def simplified(model: ModelProto, host: Host, folder: Path) -> list[str]:
     """What `main` calls once it is simplified."""
     _, imported = lower(model, host, folder)
     with host.target, pipeline.pass_context():
-        main = pipeline.simplify()(imported.module)["main"]
-    values = [binding.value for block in main.body.blocks for binding in block.bindings]
-    return [name_of(value) for value in values if isinstance(value, relax.Call)]
+        return operators(pipeline.simplify()(imported.module))

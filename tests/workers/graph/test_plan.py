@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import site
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.workers.conftest import Host, lower
 from tests.workers.graph.nets import Net
 from tests.workers.graph.test_graphs import densenet, resnet
 from tests.workers.graph.test_operators import attention
+from tests.workers.models import text_model
 from tuning_db.jobs import Claim
 from tuning_db.keys import TensorSpec
 from tuning_db.store import TuningStore
@@ -97,10 +97,7 @@ def test_transforms_are_told_by_what_they_do(
 def test_kernels_of_a_text_classifier(host: Host, sqlite_store: TuningStore, claim: Claim, tmp_path: Path) -> None:
     """PaddleOCR's direction classifier needs no more kernels than ONNX Runtime has nodes, one layout transform, and
     less than half of its intermediates' memory."""
-    path = next(
-        Path(folder) / "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx"
-        for folder in site.getsitepackages()
-    )
+    path = text_model("ch_ppocr_mobile_v2.0_cls_infer.onnx")
     inputs: Sequence[TensorSpec] = [TensorSpec("x", "float32", (1, 3, 48, 192))]
     imported = import_onnx(path, inputs, tmp_path)
     options = onnxruntime.SessionOptions()
