@@ -282,9 +282,9 @@ def text_detector(_seed: int) -> ModelProto:
     return model
 
 
-def bert_layer(seed: int) -> ModelProto:
-    """One encoder layer of BERT-base (arXiv 1810.04805): hidden 768, 12 heads, feed-forward 3072, GELU by erf, at 128
-    tokens, as torch's TorchScript exporter spells it."""
+def bert_layer(seed: int, hidden: int = 768, heads: int = 12, inner: int = 3072, tokens: int = 128) -> ModelProto:
+    """One encoder layer of BERT (arXiv 1810.04805), by default of BERT-base, with GELU by erf, as torch's TorchScript
+    exporter spells it."""
     try:
         import torch
     except ImportError:
@@ -294,7 +294,6 @@ def bert_layer(seed: int) -> ModelProto:
     import warnings
 
     functional = torch.nn.functional
-    hidden, heads, inner, tokens = 768, 12, 3072, 128
 
     class Layer(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -74,16 +74,22 @@ def confine(folder: Any) -> None:
 
 
 def end_with_client(connection: Any) -> None:
-    """Have this process end, from now on, when the other side of the socket hangs up: a kernel that never ends would
-    keep the board from everybody else."""
+    """Have this process be killed, from now on, when the other side of the socket hangs up: a kernel that never ends
+    would keep the board from everybody else.
 
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        poll.poll()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="end-with-client", daemon=True).start()
+    A process watches, no thread: kernels run in forks of this process, and what a fork inherits of threads is unsound
+    (qemu's user mode ends such a fork at its first thread); nor can a thread act while a C function holds the
+    interpreter's lock.
+    """
+    session = os.getpid()
+    if os.fork():
+        return
+    # It was made to die with the session (`main`), so that it keeps neither the connection nor itself.
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    poll.poll()
+    os.kill(session, signal.SIGKILL)
+    os._exit(0)
 
 
 def main(arguments: Sequence[str]) -> int:

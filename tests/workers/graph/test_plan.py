@@ -1,15 +1,13 @@
-"""What an inference of a library calls, and the memory of its intermediates, on small graphs and on a real model."""
+"""What an inference of a library calls, and the memory of its intermediates, on small graphs."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from onnx import ModelProto
 
@@ -18,11 +16,8 @@ from tests.workers.conftest import Host, lower
 from tests.workers.graph.nets import Net
 from tests.workers.graph.test_graphs import densenet, resnet
 from tests.workers.graph.test_operators import attention
-from tests.workers.models import text_model
 from tuning_db.jobs import Claim
-from tuning_db.keys import TensorSpec
 from tuning_db.store import TuningStore
-from workers.frontend.onnx_import import import_onnx
 from workers.graph import pipeline
 from workers.graph.memory import MemoryPlan, PlaceIntermediates
 from workers.graph.operators import Model
@@ -92,22 +87,6 @@ def test_transforms_are_told_by_what_they_do(
     plan = plan_of(imported.module, host, sqlite_store, claim)
     assert plan.layout_transforms == 1
     assert sum("transpose" in name for name in plan.kernels) == 2, plan.kernels
-
-
-def test_kernels_of_a_text_classifier(host: Host, sqlite_store: TuningStore, claim: Claim, tmp_path: Path) -> None:
-    """PaddleOCR's direction classifier needs no more kernels than ONNX Runtime has nodes, one layout transform, and
-    less than half of its intermediates' memory."""
-    path = text_model("ch_ppocr_mobile_v2.0_cls_infer.onnx")
-    inputs: Sequence[TensorSpec] = [TensorSpec("x", "float32", (1, 3, 48, 192))]
-    imported = import_onnx(path, inputs, tmp_path)
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    options.log_severity_level = 3
-    onnxruntime.InferenceSession(imported.bound, options, providers=["CPUExecutionProvider"])
-    plan = plan_of(imported.module, host, sqlite_store, claim)
-    assert plan.kernels.total() <= len(onnx.load(tmp_path / "optimised.onnx").graph.node)
-    assert plan.layout_transforms <= 1
-    assert plan.planned_bytes <= plan.unplanned_bytes / 2
 
 
 def test_the_plan_of_a_compiled_library(host: Host, tmp_path: Path) -> None:
