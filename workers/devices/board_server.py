@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,9 @@ from workers.processes import die_with_parent
 PROBE: Final = "tunery.board.probe"
 #: What a worker and a board must agree on: it grows when the probe, a step (`board_steps`) or its arguments change.
 PROTOCOL: Final = 3
+
+#: Within this a session ends when it is told to, unless it is inside of a kernel.
+_HEARS_S: Final = 1.0
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
@@ -74,20 +78,24 @@ def confine(folder: Any) -> None:
 
 
 def end_with_client(connection: Any) -> None:
-    """Have this process be killed, from now on, when the other side of the socket hangs up: a kernel that never ends
-    would keep the board from everybody else.
+    """Have this process end, from now on, when the other side of the socket hangs up: a kernel that never ends would
+    keep the board from everybody else.
 
     A process watches, no thread: kernels run in forks of this process, and what a fork inherits of threads is unsound
     (qemu's user mode ends such a fork at its first thread); nor can a thread act while a C function holds the
     interpreter's lock.
     """
     session = os.getpid()
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     if os.fork():
         return
-    # It was made to die with the session (`main`), so that it keeps neither the connection nor itself.
+    # It dies with the session (`main`), so that it keeps neither the connection nor itself.
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
     poll.poll()
+    os.kill(session, signal.SIGUSR1)
+    # A session that does not hear of it is killed, which ends TVM's listener too: the agent starts another.
+    time.sleep(_HEARS_S)
     os.kill(session, signal.SIGKILL)
     os._exit(0)
 
