@@ -266,7 +266,7 @@ class Bench:
                     console.print(f"  warning: {data['message']}")
 
             scheduler = Scheduler(
-                server=self.server, target=self.target_json, cpu=cpu, templates=TEMPLATES, builder=self.builder,
+                server=self.server, target=self.target_json, machine=cpu, templates=TEMPLATES, builder=self.builder,
                 runner=LocalRunner(self.server, Measurement(threads=cpu.threads)), records=records, report=report,
                 roof=self.roof, operators_at_once=cpu.threads,
             )  # fmt: skip

@@ -412,7 +412,7 @@ class Attempt:
             scheduler = Scheduler(
                 server=server,
                 target=target,
-                cpu=cpu,
+                machine=cpu,
                 templates=TEMPLATES,
                 builder=builder,
                 runner=runner,

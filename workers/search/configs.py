@@ -7,13 +7,14 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workers.search.cost_model import ConfigModel
 from workers.search.records import key_of
-from workers.search.templates.knobs import Config, Cpu, Geometry, Template
+from workers.search.templates.knobs import Config, Cpu, Geometry, Gpu, Template
 
 #: The share of later proposals that is drawn at random (epsilon-greedy): what a model never sees it never learns.
 _RANDOM_SHARE = 0.15
@@ -22,11 +23,11 @@ _RANDOM_SHARE = 0.15
 class ConfigSpace:
     """The choices of one template for one workload."""
 
-    def __init__(self, template: Template, geometry: Geometry, cpu: Cpu) -> None:
+    def __init__(self, template: Template[Any], geometry: Geometry, machine: Cpu | Gpu) -> None:
         self._template = template
         self._geometry = geometry
-        self._cpu = cpu
-        self.configs: Sequence[Config] = template.configs(geometry, cpu)
+        self._machine = machine
+        self.configs: Sequence[Config] = template.configs(geometry, machine)
         self._numbers = {key_of(config): number for number, config in enumerate(self.configs)}
 
     def __len__(self) -> int:
@@ -35,7 +36,7 @@ class ConfigSpace:
     @functools.cached_property
     def features(self) -> NDArray[np.float32]:
         """One row a choice."""
-        rows = [self._template.features(self._geometry, config, self._cpu) for config in self.configs]
+        rows = [self._template.features(self._geometry, config, self._machine) for config in self.configs]
         return np.array(rows, dtype=np.float32)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tuning_db.keys import Json
 from tuning_db.trials import Measured, StoredCostModel, Trial
@@ -18,7 +18,7 @@ from workers.search import cost_model
 from workers.search.cost_model import ConfigModel, ConfigSample
 from workers.search.forkserver import ChildFailed, ForkServer
 from workers.search.records import Records
-from workers.search.templates.knobs import Config, Cpu, Geometry, Template
+from workers.search.templates.knobs import Config, Cpu, Geometry, Gpu, Template
 
 #: Outcomes of one template that a search learns from: the newest.
 LIMIT: Final = 6000
@@ -32,8 +32,8 @@ _GROWTH: Final = 1.2
 class TemplateExperience:
     """One template, over all workloads of the job's scope."""
 
-    template: Template
-    cpu: Cpu
+    template: Template[Any]
+    machine: Cpu | Gpu
     records: Records
     report: Callable[[str, dict[str, Json]], None]
     model: ConfigModel | None = None
@@ -113,7 +113,7 @@ class TemplateExperience:
         if set(config) != set(self.template.knobs):
             return  # of a version with other knobs
         try:
-            features = tuple(self.template.features(geometry, config, self.cpu))
+            features = tuple(self.template.features(geometry, config, self.machine))
         except (KeyError, ArithmeticError):
             return  # of a version with another geometry
         self._samples[workload, frozenset(config.items())] = ConfigSample(workload, features, median_s)

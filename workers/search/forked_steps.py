@@ -10,7 +10,7 @@ import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
@@ -26,7 +26,7 @@ from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.dot import register_intrinsics
-from workers.search.templates.knobs import Config, Cpu, Template
+from workers.search.templates.knobs import Config, Cpu, Gpu, Template
 
 #: Types of weights whose copies are read in turns.
 _WEIGHTS: Final = ("float32", "float16", "int8")
@@ -60,14 +60,16 @@ def commit_record(
     )
 
 
-def schedule_configs(workload: Workload, template: Template, cpu: Cpu, configs: Sequence[Config]) -> list[str | None]:
+def schedule_configs(
+    workload: Workload, template: Template[Any], machine: Cpu | Gpu, configs: Sequence[Config]
+) -> list[str | None]:
     """The trace of each choice of the workload's template, None for one that the template cannot be applied with."""
     module = to_tvm_workload(workload).mod
     traces: list[str | None] = []
     for config in configs:
         schedule = tvm.s_tir.Schedule(module, seed=1, error_render_level="fast")
         try:
-            template.schedule(schedule, dict(workload.geometry or {}), config, cpu)
+            template.schedule(schedule, dict(workload.geometry or {}), config, machine)
         except Exception:  # whatever a primitive refuses, in TVM's own kinds of error
             traces.append(None)
         else:
@@ -81,7 +83,7 @@ def propose(
     space: Space,
     parents: Sequence[tuple[str, tuple[float, ...]]],
     model: CostModel | None,
-    cpu: Cpu,
+    machine: Cpu | Gpu,
     count: int,
     seed: int,
 ) -> list[str]:
@@ -114,7 +116,9 @@ def propose(
     breaking: dict[str, str] = {}
     for candidate in context.generate_measure_candidates() or ():
         trace = canonical_trace(candidate.sch.trace.as_json())
-        (breaking if register_rule_broken(candidate.sch, cpu) else keeping).setdefault(trace_digest(trace), trace)
+        # Of a GPU's, MetaSchedule itself has dropped what no block of threads can hold.
+        broken = isinstance(machine, Cpu) and register_rule_broken(candidate.sch, machine)
+        (breaking if broken else keeping).setdefault(trace_digest(trace), trace)
     return [*keeping.values(), *breaking.values()]
 
 

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tuning_db.catalog import Roof
 from tuning_db.jobs import SearchConfig
@@ -31,7 +31,7 @@ from workers.search.forkserver import ChildFailed, ForkServer, Step
 from workers.search.lanes import Builder, Runner
 from workers.search.records import ConfigKey, Records, key_of
 from workers.search.space import Space
-from workers.search.templates.knobs import Config, Cpu, Template
+from workers.search.templates.knobs import Config, Cpu, Gpu, Template
 
 #: An event of the job: its type and data.
 Report = Callable[[str, dict[str, Json]], None]
@@ -107,8 +107,8 @@ class Scheduler:
 
     server: ForkServer
     target: str
-    cpu: Cpu
-    templates: Mapping[str, Template]
+    machine: Cpu | Gpu
+    templates: Mapping[str, Template[Any]]
     builder: Builder
     runner: Runner
     records: Records
@@ -248,7 +248,7 @@ class Scheduler:
     def _load_template(self, variant: Variant) -> None:
         name = variant.workload.template
         if name is not None and name in self.templates and name not in self._experience:
-            experience = TemplateExperience(self.templates[name], self.cpu, self.records, self.report)
+            experience = TemplateExperience(self.templates[name], self.machine, self.records, self.report)
             experience.load()
             self._experience[name] = experience
 
@@ -384,7 +384,7 @@ class Scheduler:
     def _scheduling(self, variant: Variant, configs: list[Config]) -> Step:
         assert variant.workload.template is not None
         template = self.templates[variant.workload.template]
-        arguments = (variant.workload, template, self.cpu, configs)
+        arguments = (variant.workload, template, self.machine, configs)
         return Step(forked_steps.schedule_configs, arguments, _SCHEDULE_TIMEOUT_S)
 
     def _sketching(self, pick: _Pick, seed: int, deadline_s: float) -> Step:
@@ -398,7 +398,7 @@ class Scheduler:
         ]
         # What was measured before is offered again, and what breaks the register rule comes last: ask for more.
         count = 2 * pick.count + len(parents)
-        arguments = (self.target, workload, self.sketches, parents, model, self.cpu, count, seed)
+        arguments = (self.target, workload, self.sketches, parents, model, self.machine, count, seed)
         return Step(forked_steps.propose, arguments, deadline_s)
 
     def _scheduled(self, pick: _Pick, configs: Sequence[Config], traces: Sequence[str | None]) -> list[_Proposal]:
@@ -443,7 +443,7 @@ class Scheduler:
         if workload.digest not in self._spaces:
             assert workload.template is not None
             template = self.templates[workload.template]
-            self._spaces[workload.digest] = ConfigSpace(template, workload.geometry or {}, self.cpu)
+            self._spaces[workload.digest] = ConfigSpace(template, workload.geometry or {}, self.machine)
         return self._spaces[workload.digest]
 
     def _guess(self, operators: Sequence[Operator]) -> None:

@@ -27,7 +27,7 @@ from workers.search.templates.knobs import (
 CPU = Cpu(lanes=8, registers=16, l1_bytes=32 << 10, l2_bytes=512 << 10, threads=2)
 
 
-class MatmulTemplate(Template):
+class MatmulTemplate(Template[Cpu]):
     """A matrix product in tiles: rows and columns of a tile, and whether the rows of tiles run in parallel."""
 
     name = "test-matmul"

@@ -224,7 +224,7 @@ class Search:
         self.scheduler = Scheduler(
             server=cast(ForkServer, self.server),
             target="{}",
-            cpu=CPU,
+            machine=CPU,
             templates=TEMPLATES,
             builder=self.builder,
             runner=self.runner,

@@ -54,7 +54,7 @@ class Job:
             scheduler = Scheduler(
                 server=self.server,
                 target=self.host.target_json,
-                cpu=CPU,
+                machine=CPU,
                 templates=TEMPLATES,
                 builder=builder,
                 runner=LocalRunner(self.server, Measurement(repeat=2, min_repeat_s=0.001, threads=1), timeout_s=60),

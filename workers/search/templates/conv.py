@@ -27,7 +27,7 @@ _PACK_BEFORE, _PACK_BY_TASK, _PACK_NOTHING = 0, 1, 2
 _PACKING_BADNESS: Final = (0.1, 0.05, 0.0)
 
 
-class ConvTemplate(Template):
+class ConvTemplate(Template[Cpu]):
     name: ClassVar[str] = "conv"
     version: ClassVar[int] = 2
     knobs: ClassVar[tuple[str, ...]] = (

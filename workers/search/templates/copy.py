@@ -11,7 +11,7 @@ from workers.search.templates.knobs import Config, Cpu, Geometry, Template
 _SERIAL_ELEMENTS: Final = 16_384
 
 
-class CopyTemplate(Template):
+class CopyTemplate(Template[Cpu]):
     name: ClassVar[str] = "copy"
     knobs: ClassVar[tuple[str, ...]] = ("fused", "parallel", "vector")
 

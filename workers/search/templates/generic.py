@@ -22,7 +22,7 @@ _WINDOW: Final = 25
 _TASKS_PER_THREAD: Final = 4
 
 
-class GenericTemplate(Template):
+class GenericTemplate(Template[Cpu]):
     name: ClassVar[str] = "generic"
     #: Threads or not; vectors that the innermost loop takes a step (0: LLVM decides); whether a reduction's short loops
     #: are unrolled; whether padding is computed where it is read (1) or first (0); side of square tiles of a transpose.

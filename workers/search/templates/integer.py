@@ -19,7 +19,7 @@ _SERIAL_OPERATIONS: Final = 200_000
 _MIN_SUMS: Final = 4
 
 
-class IntegerTemplate(Template):
+class IntegerTemplate(Template[Cpu]):
     name: ClassVar[str] = "integer"
     knobs: ClassVar[tuple[str, ...]] = ("tile_o", "tile_w", "dot", "by_rows", "parallel")
 

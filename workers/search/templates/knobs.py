@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 #: Sizes of a computation by name: all that a template needs to know to choose. Plain integers.
 Geometry: TypeAlias = Mapping[str, int]
@@ -44,8 +44,24 @@ class Cpu:
     dot: str = ""  #: how it adds dot products of bytes to whole registers, "" if in none of these ways
 
 
-class Template(ABC):
-    """One kind of computation's schedules. Stateless; equal arguments give equal answers on every machine."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a template must know of the NVIDIA GPU that it schedules for: what one block of threads may have."""
+
+    multiprocessors: int
+    tensor_types: tuple[str, ...] = ()  #: what tensor cores multiply: "float16", summed in float32; "int8", in int32
+    threads: int = 1024
+    shared_bytes: int = 48 << 10  #: what every GPU grants without being asked
+    registers: int = 64 << 10  #: of 32 bits
+    warp: int = 32  #: threads
+
+
+Machine = TypeVar("Machine", Cpu, Gpu)
+
+
+class Template(ABC, Generic[Machine]):
+    """One kind of computation's schedules on one kind of machine. Stateless; equal arguments give equal answers
+    wherever it runs."""
 
     name: ClassVar[str]
     #: Counts up when the meaning of a knob or a feature changes: older experience is then not learnt from.
@@ -54,26 +70,26 @@ class Template(ABC):
     knobs: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def configs(self, geometry: Geometry, cpu: Cpu) -> list[Config]:
+    def configs(self, geometry: Geometry, machine: Machine) -> list[Config]:
         """Every choice worth building, best guess first: what cannot fit registers or caches is not among them."""
 
     @abstractmethod
-    def apply(self, schedule: Any, geometry: Geometry, config: Config, cpu: Cpu) -> None:
+    def apply(self, schedule: Any, geometry: Geometry, config: Config, machine: Machine) -> None:
         """Schedule the function `main` of the schedule's module."""
 
     @abstractmethod
-    def features(self, geometry: Geometry, config: Config, cpu: Cpu) -> list[float]:
+    def features(self, geometry: Geometry, config: Config, machine: Machine) -> list[float]:
         """The same number of features for each geometry and config: what makes this choice fast or slow."""
 
-    def schedule(self, schedule: Any, geometry: Geometry, config: Config, cpu: Cpu) -> None:
+    def schedule(self, schedule: Any, geometry: Geometry, config: Config, machine: Machine) -> None:
         """Write the choice at the head of the trace, then apply it."""
         for knob in self.knobs:
             # One candidate is enough: the value is the decision, and what else it could be is the template's to say.
             schedule.sample_categorical(candidates=[config[knob]], probs=[1.0], decision=0)
-        self.apply(schedule, geometry, config, cpu)
+        self.apply(schedule, geometry, config, machine)
 
 
-def config_of(template: Template, trace: str) -> Config:
+def config_of(template: Template[Any], trace: str) -> Config:
     """The choice that a stored trace of this template was made with. ValueError if it is not one of this template's."""
     instructions, _ = json.loads(trace)
     values = []

@@ -9,12 +9,12 @@ from workers.search.templates.conv import ConvTemplate
 from workers.search.templates.copy import CopyTemplate
 from workers.search.templates.generic import GenericTemplate
 from workers.search.templates.integer import IntegerTemplate
-from workers.search.templates.knobs import Template
+from workers.search.templates.knobs import Cpu, Template
 from workers.search.templates.rowwise import RowwiseTemplate
 from workers.search.templates.window import WindowTemplate
 from workers.search.templates.winograd import WinogradTemplate
 
-TEMPLATES: Final[Mapping[str, Template]] = {
+TEMPLATES: Final[Mapping[str, Template[Cpu]]] = {
     template.name: template
     for template in (
         ConvTemplate(),

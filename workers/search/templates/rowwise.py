@@ -26,7 +26,7 @@ from workers.search.templates.plain import Rows, Stage
 _UNROLLED: Final = 4
 
 
-class RowwiseTemplate(Template):
+class RowwiseTemplate(Template[Cpu]):
     name: ClassVar[str] = "rowwise"
     #: Threads or not; rows that go through the stages together; vectors of partial results; vectors an elementwise
     #: loop takes a step (0: LLVM decides, which also handles what is left of a row).

@@ -15,7 +15,7 @@ _UNROLLED: Final = 26
 _SERIAL_ELEMENTS: Final = 200_000
 
 
-class WindowTemplate(Template):
+class WindowTemplate(Template[Cpu]):
     name: ClassVar[str] = "window"
     knobs: ClassVar[tuple[str, ...]] = ("tile_h", "tile_w", "strip", "stage_at", "parallel")
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from workers.search.templates.knobs import Config, Cpu, Geometry, Template, divisors, spread
 
 
-class WinogradTemplate(Template):
+class WinogradTemplate(Template[Cpu]):
     name: ClassVar[str] = "winograd"
     knobs: ClassVar[tuple[str, ...]] = ("tile_o", "tile_p", "strip", "tasks", "joined")
 
