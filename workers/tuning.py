@@ -1,7 +1,7 @@
 """`python -m workers.tuning JOB ATTEMPT PARENT`: one attempt at one job, in a process of its own that may die.
 
 Upload → ONNX with bound shapes, quantized if the key says so → Relax → tasks → search → library → check and timing in a
-fresh process → published. For GPUs there is no search yet: kernels have TVM's default schedules.
+fresh process → published.
 The supervisor that started it owns heartbeats, cancelling and the verdict when this process dies without one.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
 from workers.search.forkserver import ForkServer, ServerDied
 from workers.search.intrinsics import preload
-from workers.search.templates.knobs import Cpu
+from workers.search.templates.knobs import Cpu, Gpu, Template
 from workers.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from workers.graph.memory import MemoryPlan
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
+    from workers.search.lanes import LocalBuilder, Runner
     from workers.search.records import Records
 
 _log = structlog.get_logger()
@@ -228,30 +229,36 @@ class Attempt:
     @contextmanager
     def _maker(self) -> Iterator[Callable[[Mapping[str, Imported]], Made]]:
         """What makes the libraries for a device of this kind. What differs by kind is behind it."""
+        search = self.job.spec.search
         if self.key.device.kind == "cuda":
             if self.key.quantization.scheme == "int8":
                 raise UnsupportedOption(
                     "nothing is computed in int8 on GPUs by this version; use none", field="quantization.scheme"
                 )
-            yield self._make_for_gpu
-            return
-        intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
+            # Reading these takes a quarter of a minute, which only a search is worth.
+            intrinsics = "cuda" if search.trials and search.tuner != "none" else ""
+            make = self._make_for_gpu
+        else:
+            intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
+            make = self._make_for_cpu
         # The server imports TVM, and so does this process: both at once.
         with ForkServer(preload(intrinsics)) as server:
-            yield partial(self._make_for_cpu, server)
+            yield partial(make, server)
 
     def _make_for_cpu(self, server: ForkServer, imports: Mapping[str, Imported]) -> Made:
         """The untuned library, and one or two with the schedules that a search has found. Each has a function for each
         of `imports`, whose operators are searched together."""
         import tvm
 
-        from workers.devices.local_cpu import cpu_of
+        from workers.devices.local_cpu import cpu_of, host_cores
         from workers.devices.targets import with_options
         from workers.graph import pipeline
         from workers.graph.operators import Model
         from workers.packaging import library
         from workers.search.candidates import together
+        from workers.search.lanes import LocalBuilder
         from workers.search.records import Records
+        from workers.search.templates.registry import TEMPLATES
 
         target_json = with_options(self.key.target, self.key.options)
         target = tvm.target.Target(json.loads(target_json))
@@ -274,7 +281,8 @@ class Attempt:
 
         search = self.job.spec.search
         self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
-        outcome = self._search(server, target_json, cpu, operators, records)
+        build = partial(LocalBuilder, server, target_json, workers=host_cores())
+        outcome = self._search(server, target_json, cpu, TEMPLATES, build, operators, records)
         self.stage("build", f"{outcome.measured} of {len(operators)} operators have a measured schedule")
         for label, choices in outcome.candidates():
             path = self.scratch / f"{label}.so"
@@ -330,30 +338,57 @@ class Attempt:
                     )
         return slabs
 
-    def _make_for_gpu(self, imports: Mapping[str, Imported]) -> Made:
-        """The untuned library alone: there is no space of schedules to search."""
+    def _make_for_gpu(self, server: ForkServer, imports: Mapping[str, Imported]) -> Made:
+        """The untuned library, of TVM's default schedules, and one or two with those that a search has found, if it
+        was asked for."""
         import tvm
 
         from workers.devices.local_cpu import host_cores
+        from workers.devices.local_gpu import gpu_of
+        from workers.graph.gpu_model import GpuModel
         from workers.packaging import gpu_library
+        from workers.search import gpu_steps
+        from workers.search.lanes import LocalBuilder
+        from workers.search.records import Records
+        from workers.search.templates.gpu_registry import GPU_TEMPLATES
 
-        if self.job.spec.search.trials and self.job.spec.search.tuner != "none":
-            self.report("warning", {"message": "nothing is searched for GPUs: kernels have TVM's default schedules"})
         target = tvm.target.Target(json.loads(self.key.target))
         options = self.key.options
         half = self.key.quantization.scheme == "fp16"
-        module = gpu_library.lower(
+        kernels = gpu_library.kernels(
             imports["main"].module, target, half=half, keep_float32=half, opt_level=options.opt_level
         )
-        self.stage("build", f"machine code for {self.key.device.arch}")
-        path = self.scratch / "untuned.so"
-        cubins = gpu_library.compile_library(module, target, path, fast_math=options.fast_math)
-        told: dict[str, Json] = {
-            "kernels": sum(len(cubin.kernels) for cubin in cubins),
-            "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
-        }
-        outcome = SearchOutcome({}, {}, 0, 0, 0.0, "none", {})
-        return Made({"untuned": str(path)}, {str(path): told}, outcome, host_cores())
+        modules = {"untuned": gpu_library.schedule_the_rest(kernels, target)}
+        records = Records(self.store, self.claim, self.key.record_scope())
+        model = GpuModel(kernels, target)
+        operators = model.extract(records.adopt)
+        search = self.job.spec.search
+        self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
+        build = partial(
+            LocalBuilder, server, self.key.target, workers=host_cores(), timeout_s=60.0, step=gpu_steps.build,
+            options=(options.fast_math,),
+        )  # fmt: skip
+        outcome = self._search(
+            server, self.key.target, gpu_of(self.key.device), GPU_TEMPLATES, build, operators, records
+        )
+        self.stage(
+            "build",
+            f"machine code for {self.key.device.arch}; {outcome.measured} of {len(operators)} operators have a "
+            "measured schedule",
+        )
+        if outcome.measured:
+            modules |= {label: model.assemble(choices) for label, choices in outcome.candidates()}
+        libraries: dict[str, str] = {}
+        graphs: dict[str, dict[str, Json]] = {}
+        for label, module in modules.items():
+            path = libraries[label] = str(self.scratch / f"{label}.so")
+            cubins = gpu_library.compile_library(module, target, Path(path), fast_math=options.fast_math)
+            graphs[path] = {
+                "operators": len(operators),
+                "kernels": sum(len(cubin.kernels) for cubin in cubins),
+                "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
+            }
+        return Made(libraries, graphs, outcome, host_cores())
 
     def _quantize(self, model: Path) -> Quantized:
         """The model as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""
@@ -393,27 +428,23 @@ class Attempt:
         return Quantized(target, folder / SOURCE, calibration, told)
 
     def _search(
-        self, server: ForkServer, target: str, cpu: Cpu, operators: Sequence[Operator], records: Records
-    ) -> SearchOutcome:
+        self, server: ForkServer, target: str, machine: Cpu | Gpu, templates: Mapping[str, Template[Any]],
+        make_builder: Callable[[], LocalBuilder], operators: Sequence[Operator], records: Records,
+    ) -> SearchOutcome:  # fmt: skip
         """Search, or go by what is known already, and say how each operator is to be compiled."""
         from workers.devices.local_cpu import host_cores
         from workers.devices.roof import caches
-        from workers.search.lanes import LocalBuilder
         from workers.search.scheduler import Scheduler
-        from workers.search.templates.registry import TEMPLATES
 
         search = self.job.spec.search
         before = self.job.trials_measured
         searched_s, failures = self._searched_before()
-        with LocalBuilder(server, target, workers=host_cores()) as builder:
-            runner = self.lane.runner(
-                server, self.key.device, lambda message: self.report("warning", {"message": message})
-            )
+        with make_builder() as builder, closing(self._runner(server)) as runner:
             scheduler = Scheduler(
                 server=server,
                 target=target,
-                machine=cpu,
-                templates=TEMPLATES,
+                machine=machine,
+                templates=templates,
                 builder=builder,
                 runner=runner,
                 records=records,
@@ -437,6 +468,12 @@ class Attempt:
                 f"none of {outcome.trials} candidates could be built and run; the job's trial events say why for each"
             )
         return outcome
+
+    def _runner(self, server: ForkServer) -> Runner:
+        def warn(message: str) -> None:
+            self.report("warning", {"message": message})
+
+        return self.lane.runner(server, self.key, self.scratch, warn)
 
     def _guarded(self, guard: Guard) -> dict[str, Json]:
         """Keep how each slot was, and tell it."""

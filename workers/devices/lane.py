@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tuning_db.errors import DeviceLost
 from tuning_db.keys import ArtifactKey, DeviceIdentity, Toolchain
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from workers.packaging.on_board import OnBoard
     from workers.search.forkserver import ForkServer
     from workers.search.lanes import Runner
+
+#: Within this the reference kernel of a GPU is compiled.
+_BUILD_S: Final = 60.0
 
 
 class Lane(Protocol):
@@ -39,8 +44,8 @@ class Lane(Protocol):
     def slots(self) -> list[str]:
         """A name for each of the alike that can be worked on side by side; empty while there is none."""
 
-    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
-        """What measures there."""
+    def runner(self, server: ForkServer, key: ArtifactKey, folder: Path, warn: Callable[[str], None]) -> Runner:
+        """What measures there. `folder`: for its files, until it is closed."""
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
         """Measures what the device can do at most, or raises RoofNotMeasured; None for one that nothing measures."""
@@ -72,12 +77,12 @@ class LocalLane(_CpuLane):
     def slots(self) -> list[str]:
         return [""]
 
-    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
+    def runner(self, server: ForkServer, key: ArtifactKey, folder: Path, warn: Callable[[str], None]) -> Runner:
         from workers.search.candidates import Measurement
         from workers.search.guards import Guard
         from workers.search.lanes import LocalRunner
 
-        return LocalRunner(server, Measurement(threads=identity.cores), guard=Guard(warn))
+        return LocalRunner(server, Measurement(threads=key.device.cores), guard=Guard(warn))
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
         from workers.devices import roof
@@ -120,11 +125,11 @@ class BoardLane(_CpuLane):
         except BoardUnusable:
             return []
 
-    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
+    def runner(self, server: ForkServer, key: ArtifactKey, folder: Path, warn: Callable[[str], None]) -> Runner:
         from workers.search.candidates import Measurement
         from workers.search.rpc_lane import RpcRunner
 
-        return RpcRunner(server, self.boards, identity, Measurement(threads=identity.cores), warn=warn)
+        return RpcRunner(server, self.boards, key.device, Measurement(threads=key.device.cores), warn=warn)
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
         from workers.devices import board_roof
@@ -165,8 +170,14 @@ class GpuLane:
     def slots(self) -> list[str]:
         return [""]
 
-    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
-        raise NotImplementedError("no candidates are made for GPUs")
+    def runner(self, server: ForkServer, key: ArtifactKey, folder: Path, warn: Callable[[str], None]) -> Runner:
+        from workers.search import gpu_steps
+        from workers.search.candidates import Measurement
+        from workers.search.guards import Guard
+        from workers.search.lanes import GpuRunner
+
+        make = partial(server.call_retrying, gpu_steps.build_reference, key.target, str(folder), deadline_s=_BUILD_S)
+        return GpuRunner(key.device, make, Measurement(), guard=Guard(warn))
 
     def roof(self, key: ArtifactKey) -> Callable[[], RoofMeasurement] | None:
         return None

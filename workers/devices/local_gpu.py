@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -19,6 +19,7 @@ from tuning_db.keys import DeviceIdentity
 from workers.devices import local_cpu
 from workers.devices.identity import GpuFacts, UnusableDevice, gpu_identity_of
 from workers.devices.targets import gpu_target_of
+from workers.search.templates.knobs import Gpu
 
 #: CUDA's major version, of TVM's runtime and of the machine code that is made here: a driver of another one takes
 #: neither.
@@ -118,6 +119,29 @@ def expect(identity: DeviceIdentity) -> None:
     if differences:
         raise UnusableDevice(f"this GPU is a {found.name}, not a {identity.name}: {', '.join(differences)}")
     require_runtime(facts)
+
+
+def gpu_of(identity: DeviceIdentity) -> Gpu:
+    """What schedules must know of it."""
+    # Tensor cores of compute capability 7.0 and 7.2 are older than what machine code is made for here (`nvrtc`).
+    return Gpu(identity.cores, tensor_types=("float16", "int8"))
+
+
+def sensors(nvml: Any, environment: Mapping[str, str] = os.environ) -> tuple[float | None, int | None]:
+    """Temperature in degrees Celsius and the clock of the multiprocessors in kHz, of the GPU that the environment
+    names; a slice has those of the whole. None is what NVML does not tell."""
+    with _asking(nvml):
+        whole = _chosen(_devices(nvml), environment).whole
+
+        def ask(question: Callable[..., Any], *arguments: Any) -> int | None:
+            try:
+                return int(question(whole, *arguments))
+            except nvml.NVMLError:  # not supported, as by a GPU within a virtual machine
+                return None
+
+        degrees = ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+        mhz = ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
+    return None if degrees is None else float(degrees), None if mhz is None else 1000 * mhz
 
 
 def nvml_module() -> Any:

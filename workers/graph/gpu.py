@@ -1,8 +1,8 @@
 """The graph pipeline for GPUs: numbers in half precision where that is asked for, and a schedule for every kernel.
 
-Follows `workers.graph.pipeline.simplify`. No layout is changed and nothing is tuned: each kernel gets the schedule that
-TVM's own rules give it. `PIPELINE` names these passes in every key: change one, its order or its options, and count
-the version up.
+Follows `workers.graph.pipeline.simplify`. No layout is changed. A kernel that a search has found no schedule for gets
+the one that TVM's own rules give it. `PIPELINE` names these passes in every key: change one, its order or its options,
+and count the version up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.graph.half import is_half
 from workers.graph.pipeline import to_loops
 from workers.search import intrinsics
 
-PIPELINE: Final = "gpu-default-2"
+PIPELINE: Final = "gpu-search-1"
 
 #: Operators that would follow their inputs into half precision, and do not: their results leave its range (beyond
 #: 65504, or below 6e-5), or they sum so many numbers that the sum does. Softmax, sums and means never follow.
@@ -43,6 +43,8 @@ _WEIGHTED: Final = frozenset(
     )
 )  # fmt: skip
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+#: Attribute of a function, TVM's own name.
+_SCHEDULED: Final = "tirx.is_scheduled"
 _NEVER: Final = 2  #: TVM's MixedPrecisionPolicyKind::kNever
 
 
@@ -108,25 +110,26 @@ class _Keeper(PyExprMutator):  # type: ignore[misc]  # TVM publishes no types
         return None
 
 
-def lower_operators() -> tvm.transform.Pass:
-    """Operators to loops, fused, each kernel with TVM's default schedule for a GPU. Runs within the GPU's target.
+def to_kernels() -> tvm.transform.Pass:
+    """Operators to loops, fused: each kernel without a schedule yet. Runs within the GPU's target."""
+    return tvm.transform.Sequential([*to_loops(), NamesOfC()], name=PIPELINE)
+
+
+def schedule_the_rest() -> tvm.transform.Pass:
+    """TVM's default schedule for a GPU for each kernel that has none. Runs within the GPU's target.
 
     BuildFailed, while it runs, if a kernel is one that no rule schedules.
     """
     # Rules for tensor cores would else import the intrinsics of every device.
     intrinsics.use_only()
     gpu = dlight.gpu
-    return tvm.transform.Sequential(
-        [
-            *to_loops(),
-            NamesOfC(),
-            dlight.ApplyDefaultSchedule(
-                gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
-            ),
-            AllScheduled(),
-        ],
-        name=PIPELINE,
-    )
+    rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback())
+    return tvm.transform.Sequential([dlight.ApplyDefaultSchedule(*rules), AllScheduled()], name="schedule-the-rest")
+
+
+def scheduled(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
+    """The function, marked as one that `schedule_the_rest` leaves alone."""
+    return function.with_attr(_SCHEDULED, True)
 
 
 @tvm.transform.module_pass(opt_level=0, name="NamesOfC")
@@ -160,8 +163,7 @@ class AllScheduled:
         left = sorted(
             variable.name_hint
             for variable, function in module.functions.items()
-            if isinstance(function, tvm.tirx.PrimFunc)
-            and not (function.attrs and function.attrs.get("tirx.is_scheduled"))
+            if isinstance(function, tvm.tirx.PrimFunc) and not (function.attrs and function.attrs.get(_SCHEDULED))
         )
         if left:
             raise BuildFailed(f"TVM's rules schedule no such kernel for a GPU: {', '.join(left[:3])}")

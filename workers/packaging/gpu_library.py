@@ -7,7 +7,7 @@ what was linked is read back before anyone gets it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from workers.packaging import device_code, nvrtc
 from workers.said import last_line
 
 
-def lower(
+def kernels(
     module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, keep_float32: bool = False, opt_level: int = 3
 ) -> tvm.ir.IRModule:
-    """An imported module as scheduled GPU kernels, in half precision or as it is. With `keep_float32`, convolutions and
-    products whose weights are not all numbers of float16 stay in single precision.
+    """An imported module as GPU kernels without a schedule, in half precision or as it is. With `keep_float32`,
+    convolutions and products whose weights are not all numbers of float16 stay in single precision.
 
-    BuildFailed if that would change the types of the model's outputs, or if a kernel is one that no rule schedules.
+    BuildFailed if that would change the types of the model's outputs.
     """
     with target, gpu.pass_context(opt_level):
         module = pipeline.simplify()(module)
@@ -38,17 +38,42 @@ def lower(
             module = gpu.half_precision(keep_float32=keep_float32)(module)
             if not tvm_ffi.structural_equal(module["main"].ret_ty, outputs):
                 raise BuildFailed("half precision would change the types of the model's outputs")
-        return gpu.lower_operators()(module)
+        return gpu.to_kernels()(module)
+
+
+def schedule_the_rest(module: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
+    """What is left without a schedule gets TVM's default. BuildFailed if a kernel is one that no rule schedules."""
+    with target, gpu.pass_context():
+        return gpu.schedule_the_rest()(module)
 
 
 def compile_library(
     module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False
 ) -> tuple[device_code.Cubin, ...]:
-    """Compile what `lower` returned, and link; returns the machine code inside, which is for the target's arch alone.
+    """Compile a model of scheduled kernels, and link; returns the machine code inside, which is for the target's arch
+    alone.
 
     BuildFailed if NVRTC is missing, does not know the arch or refuses a kernel, if the host's linker is missing, or if
     the library would hold anything but machine code for that arch. No file is left at `path` then.
     """
+
+    def build() -> Any:
+        plan = relax.transform.StaticPlanBlockMemory()
+        return relax.build(module, target, relax_pipeline=pipeline.lower_to_vm(plan))
+
+    return _link(build, target, path, fast_math)
+
+
+def compile_kernel(
+    module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False
+) -> tuple[device_code.Cubin, ...]:
+    """`compile_library` of a scheduled function `main` alone."""
+    return _link(lambda: tvm.compile(module, target=target), target, path, fast_math)
+
+
+def _link(
+    build: Callable[[], Any], target: tvm.target.Target, path: Path, fast_math: bool
+) -> tuple[device_code.Cubin, ...]:
     arch = str(target.attrs["arch"])
     host = str(target.host.attrs["mtriple"]).partition("-")[0]
     try:
@@ -58,9 +83,7 @@ def compile_library(
     nvrtc.check(arch)
     try:
         with source_only(), target, gpu.pass_context():
-            executable = relax.build(
-                module, target, relax_pipeline=pipeline.lower_to_vm(relax.transform.StaticPlanBlockMemory())
-            )
+            executable = build()
         sources = list(_sources(executable.mod))
         if not sources:
             raise BuildFailed("the model has no kernel that runs on a GPU")

@@ -131,13 +131,13 @@ class ForkServer:
         with self._lock:
             if self._socket is None:
                 raise ServerDied("the fork server is closed")
-            request = _Request(self._next_id, _name_of(function), arguments, deadline_s)
+            request = _Request(self._next_id, name_of(function), arguments, deadline_s)
             self._next_id += 1
             self._pending[request.id] = future
             connection = self._socket
         try:
             with self._send_lock:
-                _send(connection, request)
+                send(connection, request)
         except OSError as error:
             with self._lock:
                 self._hung_up = True
@@ -246,7 +246,7 @@ class ForkServer:
     def _receive(self, connection: socket.socket) -> None:
         while True:
             try:
-                answer = _receive(connection)
+                answer = receive(connection)
             except (OSError, EOFError):
                 break
             with self._lock:
@@ -263,16 +263,36 @@ class ForkServer:
             future.set_exception(ServerDied("the fork server died"))
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """A module-level function as another process imports it."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def _send(connection: socket.socket, message: object) -> None:
+def function_of(name: str) -> Callable[..., Any]:
+    """The function that `name_of` named."""
+    module, function = name.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def prepare(entry: str) -> None:
+    """Do what is to be done before a process serves: import "module", or call "module:function:argument"."""
+    module, _, call = entry.partition(":")
+    if call:
+        function, _, argument = call.partition(":")
+        function_of(f"{module}:{function}")(argument)
+    else:
+        importlib.import_module(module)
+
+
+def send(connection: socket.socket, message: object) -> None:
+    """To `receive` of the other side, which is this program too."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     connection.sendall(_HEADER.pack(len(data)) + data)
 
 
-def _receive(connection: socket.socket) -> Any:
+def receive(connection: socket.socket) -> Any:
+    """Raises EOFError when the other side has shut."""
     size = _HEADER.unpack(_read_exactly(connection, _HEADER.size))[0]
     return pickle.loads(_read_exactly(connection, size))  # noqa: S301 - from our own other half
 
@@ -339,7 +359,7 @@ class _Child:
 def call_in_child(function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
     """Run a module-level function in a forked child of this process, and wait. Raises ChildError, ChildTimeout or
     ChildCrashed. For a process that is as bare as a fork server: threads do not survive a fork."""
-    child = _Child(_Request(0, _name_of(function), arguments, deadline_s))
+    child = _Child(_Request(0, name_of(function), arguments, deadline_s))
     result = None
     with selectors.DefaultSelector() as selector:
         selector.register(child.pipe, selectors.EVENT_READ)
@@ -367,7 +387,7 @@ class _Server:
             for key, _ in self._selector.select(wait_s):
                 if key.fileobj is self._connection:
                     try:
-                        request = _receive(self._connection)
+                        request = receive(self._connection)
                     except (EOFError, OSError):
                         for child in self._children.values():
                             child.kill()
@@ -397,7 +417,7 @@ class _Server:
         del self._children[child.pipe]
 
     def _answer(self, child: _Child, outcome: str, value: Any) -> None:
-        _send(self._connection, _Answer(child.request.id, outcome, value))
+        send(self._connection, _Answer(child.request.id, outcome, value))
 
 
 def _run_child(request: _Request, pipe: int, server_pid: int) -> None:
@@ -406,10 +426,8 @@ def _run_child(request: _Request, pipe: int, server_pid: int) -> None:
     try:
         os.setsid()
         die_with_parent(server_pid)
-        module, name = request.function.split(":")
         try:
-            function = getattr(importlib.import_module(module), name)
-            answer = ("ok", function(*request.arguments))
+            answer = ("ok", function_of(request.function)(*request.arguments))
             data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             lines = traceback.format_exception_only(error)
@@ -426,9 +444,5 @@ def main(arguments: Sequence[str]) -> None:
     die_with_parent(int(arguments[1]))
     connection = socket.socket(fileno=int(arguments[0]))
     for entry in arguments[2:]:
-        module, _, call = entry.partition(":")
-        imported = importlib.import_module(module)
-        if call:
-            function, _, argument = call.partition(":")
-            getattr(imported, function)(argument)
+        prepare(entry)
     _Server(connection).serve()

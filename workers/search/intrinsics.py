@@ -18,7 +18,8 @@ POOL_BYTES: Final = 128 << 20
 
 
 def preload(module: str) -> tuple[str, ...]:
-    """What a fork server needs for the steps of a search, on a device whose tensor intrinsics are in `module`.
+    """What a fork server needs for the steps of a search, on a device whose tensor intrinsics are in `module`; "" if
+    none are needed.
 
     Here and not beside the steps, so that a server can be started before TVM is imported: both take seconds, and go on
     at once.
@@ -39,5 +40,5 @@ def use_only(*modules: str) -> None:
         package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
         sys.modules[_NAME] = package
         tvm.s_tir.tensor_intrin = package
-    for module in modules:
+    for module in filter(None, modules):
         importlib.import_module(f"{_NAME}.{module}")

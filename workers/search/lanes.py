@@ -1,5 +1,5 @@
-"""What builds and what runs the candidates of a search, and both for the CPU of this machine: candidates are compiled
-on every core, and measured alone. `rpc_lane` has the runner for boards.
+"""What builds and what runs the candidates of a search: they are compiled on every core, and measured alone, on the CPU
+of this machine or on a GPU of it. `rpc_lane` has the runner for boards.
 
 Nothing is built while something is measured: a search of two cores that did so would measure its own compiler. That
 costs the time of the shorter of the two, which is why measuring is kept short.
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from tuning_db.errors import DeviceLost
+from tuning_db.keys import DeviceIdentity
 from tuning_db.trials import Failed, FailureKind, Measured
 from workers.devices.health import Conditions
-from workers.search import forked_steps, sampling
+from workers.search import forked_steps, gpu_sampling, sampling
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ChildCrashed, ChildError, ChildFailed, ChildTimeout, ForkServer, Step
 from workers.search.guards import Guard
+from workers.search.spawned import NotStarted, Spawned
 
 
 class Builder(Protocol):
@@ -50,18 +53,27 @@ class Runner(Protocol):
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         """Measure candidates in turns, more exactly than `run` does."""
 
+    def close(self) -> None:
+        """Leave the device to others."""
+
 
 class LocalBuilder:
     """Compiles on `workers` cores at once, each candidate in a forked child with its own deadline.
 
-    The target may be another machine's, if there is a linker for it (`workers.linker`).
+    The target may be another machine's, if there is a linker for it (`workers.linker`). `step` and `options`: what
+    compiles a candidate, and what it is told besides target, candidate and folder.
     """
 
-    def __init__(self, server: ForkServer, target: str, *, workers: int, timeout_s: float = 15.0) -> None:
+    def __init__(
+        self, server: ForkServer, target: str, *, workers: int, timeout_s: float = 15.0,
+        step: Callable[..., Built] = forked_steps.build, options: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
         self._server = server
         self._target = target
         self._workers = workers
         self._timeout_s = timeout_s
+        self._step = step
+        self._options = options
         self._folder = Path(tempfile.mkdtemp(prefix="tunery-build-"))
 
     def __enter__(self) -> LocalBuilder:
@@ -72,7 +84,7 @@ class LocalBuilder:
 
     def build(self, candidates: Sequence[Candidate]) -> list[Built | Failed]:
         steps = [
-            Step(forked_steps.build, (self._target, candidate, str(self._folder)), self._timeout_s)
+            Step(self._step, (self._target, candidate, str(self._folder), *self._options), self._timeout_s)
             for candidate in candidates
         ]
         results = self._server.call_all(steps, at_once=self._workers)
@@ -83,14 +95,21 @@ class LocalBuilder:
         Path(built.library).unlink(missing_ok=True)
 
 
-class LocalRunner:
-    """Runs each candidate in a forked child; the clock of its deadline starts with the child, not in a queue."""
+class _StepRunner:
+    """Runs one candidate after the other by steps of another process, whose deadlines start there and not in a queue.
+
+    `call` is as `ForkServer.call_retrying`; `measure` and `compare` are the steps, `sampling.measure_guarded` and
+    `sampling.measure_in_turn` or what does the same elsewhere.
+    """
 
     def __init__(
-        self, server: ForkServer, measurement: Measurement, *, timeout_s: float = 10.0, guard: Guard | None = None
-    ) -> None:
-        self._server = server
+        self, call: Callable[..., Any], measurement: Measurement, measure: Callable[..., Any],
+        compare: Callable[..., Any], timeout_s: float, guard: Guard | None,
+    ) -> None:  # fmt: skip
+        self._call = call
         self._measurement = measurement
+        self._measure = measure
+        self._compare = compare
         self._timeout_s = timeout_s
         self.guard = Guard() if guard is None else guard
 
@@ -106,8 +125,8 @@ class LocalRunner:
 
         def once() -> tuple[Measured | Failed, str, Conditions | None]:
             try:
-                run_s, found = self._server.call_retrying(
-                    sampling.measure_guarded, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
+                run_s, found = self._call(
+                    self._measure, built, self._measurement, hopeless_s, deadline_s=self._timeout_s
                 )
             except ChildFailed as failure:
                 kinds = (FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
@@ -119,12 +138,53 @@ class LocalRunner:
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         deadline_s = self._timeout_s * len(candidates)
         try:
-            found = self._server.call_retrying(
-                sampling.measure_in_turn, list(candidates), self._measurement, deadline_s=deadline_s
-            )
+            found = self._call(self._compare, list(candidates), self._measurement, deadline_s=deadline_s)
         except ChildFailed as failure:
             return failed(failure, FailureKind.RUN_ERROR, FailureKind.RUN_TIMEOUT, FailureKind.RUN_CRASH)
         return [Measured(run_s) for run_s in found]
+
+    def close(self) -> None:
+        pass
+
+
+class LocalRunner(_StepRunner):
+    """On this machine's CPU, each candidate in a forked child."""
+
+    def __init__(
+        self, server: ForkServer, measurement: Measurement, *, timeout_s: float = 10.0, guard: Guard | None = None
+    ) -> None:
+        steps = (sampling.measure_guarded, sampling.measure_in_turn)
+        super().__init__(server.call_retrying, measurement, *steps, timeout_s, guard)
+
+
+class GpuRunner(_StepRunner):
+    """On the GPU of this process's environment, candidates one after the other in a process that was started anew, and
+    is once more after each that fails. DeviceLost if the GPU is not there then, or not the one of `identity`.
+
+    `make_reference` compiles the kernel that tells the GPU's speed (`gpu_steps.build_reference`), when it is needed.
+    """
+
+    def __init__(
+        self, identity: DeviceIdentity, make_reference: Callable[[], Built], measurement: Measurement, *,
+        timeout_s: float = 10.0, guard: Guard | None = None,
+    ) -> None:  # fmt: skip
+        self._identity = identity
+        self._make_reference = make_reference
+        self._process: Spawned | None = None
+        steps = (gpu_sampling.measure, gpu_sampling.measure_in_turn)
+        super().__init__(self._on_gpu, measurement, *steps, timeout_s, guard)
+
+    def _on_gpu(self, *call: Any, deadline_s: float) -> Any:
+        if self._process is None:
+            self._process = Spawned(gpu_sampling.preload(self._identity, self._make_reference()))
+        try:
+            return self._process.call(*call, deadline_s=deadline_s)
+        except NotStarted as error:
+            raise DeviceLost(str(error)) from None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
 
 def failed(failure: ChildFailed, error: FailureKind, timeout: FailureKind, crash: FailureKind) -> Failed:

@@ -91,6 +91,9 @@ class RpcRunner:
         result = self._trial(candidates, "measure_in_turn", arguments, deadline_s)
         return result if isinstance(result, Failed) else [Measured(tuple(samples)) for samples in result[1]]
 
+    def close(self) -> None:
+        pass
+
     def _trial(
         self, libraries: Sequence[Built], step: str, arguments: Sequence[Any], deadline_s: float
     ) -> tuple[str, Any] | Failed:

@@ -1,5 +1,5 @@
 """Measures compiled candidates where it runs: on a worker in a forked child of `forkserver`, on a board in one of its
-server's. Needs TVM's runtime alone.
+server's, for a GPU in a process of `spawned`. Needs TVM's runtime alone.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ def fill_pool(size: str) -> None:
     bits |= 0x00000400
 
 
-def measure(built: Built, measurement: Measurement, hopeless_s: float | None = None) -> tuple[float, ...]:
-    """Seconds of one call, `measurement.repeat` samples, or one alone where that is above `hopeless_s` already.
+def measure(
+    built: Built, measurement: Measurement, hopeless_s: float | None = None, device: Any = None
+) -> tuple[float, ...]:
+    """Seconds of one call, on the CPU unless another `device` of TVM's is given: `measurement.repeat` samples, or one
+    alone where that is above `hopeless_s` already.
 
     While samples disagree more are taken, up to `_EXTRA` times as many, and the fastest are kept: what else runs on the
     machine makes a sample longer, never shorter. The caller sees to it that nothing of ours does.
     """
-    [sampler] = _samplers([built], measurement)
+    [sampler] = samplers([built], measurement, device)
     while not sampler.is_settled(measurement.repeat, hopeless_s):
         sampler.sample()
     return sampler.fastest(measurement.repeat)
@@ -59,19 +62,21 @@ def measure_guarded(
     return measure(built, measurement, hopeless_s), conditions()
 
 
-def measure_in_turn(candidates: Sequence[Built], measurement: Measurement) -> list[tuple[float, ...]]:
+def measure_in_turn(
+    candidates: Sequence[Built], measurement: Measurement, device: Any = None
+) -> list[tuple[float, ...]]:
     """Seconds of one call of each, in rounds over all of them: what disturbs the machine for a while disturbs them all
     alike, so that they can be compared better than when each is measured at a time of its own. `measurement.repeat`
     samples of each are kept, the fastest of `_EXTRA` times as many."""
-    samplers = _samplers(candidates, measurement)
+    found = samplers(candidates, measurement, device)
     for _ in range(_EXTRA * measurement.repeat - 1):
-        for sampler in samplers:
+        for sampler in found:
             sampler.sample()
-    return [sampler.fastest(measurement.repeat) for sampler in samplers]
+    return [sampler.fastest(measurement.repeat) for sampler in found]
 
 
 @dataclass(slots=True)
-class _Sampler:
+class Sampler:
     """One loaded candidate and the seconds of one call that were seen, in their order.
 
     Each call reads another copy of the weights. Within a model a kernel's weights were last read an inference ago, and
@@ -82,6 +87,7 @@ class _Sampler:
     function: Any
     arguments: list[list[Any]]  #: in turns
     seconds: list[float]
+    device: Any  #: of TVM's
     number: int = 1  #: calls of one sample
 
     def sample(self) -> None:
@@ -89,6 +95,7 @@ class _Sampler:
         start_s = time.perf_counter()
         for call in range(self.number):
             function(*arguments[call % turns])
+        self.device.sync()  # calls to a GPU return before they are done
         self.seconds.append((time.perf_counter() - start_s) / self.number)
 
     def fastest(self, count: int) -> tuple[float, ...]:
@@ -104,16 +111,17 @@ class _Sampler:
         return agree or len(self.seconds) >= _EXTRA * count
 
 
-def _samplers(candidates: Sequence[Built], measurement: Measurement) -> list[_Sampler]:
-    """With one sample each."""
+def samplers(candidates: Sequence[Built], measurement: Measurement, device: Any = None) -> list[Sampler]:
+    """With one sample each, whose calls are as many as make it long enough."""
+    device = tvm.runtime.cpu() if device is None else device
     os.environ["TVM_NUM_THREADS"] = str(measurement.threads)
     # Bound to cores, threads wait for whatever else runs there, while another core may be idle.
     os.environ["TVM_BIND_THREADS"] = "0"
     generator = np.random.default_rng(0)
-    samplers = []
+    made = []
     for built in candidates:
         module = tvm.runtime.load_module(built.library)
-        sampler = _Sampler(module["main"], _arguments(built, generator), [])
+        sampler = Sampler(module["main"], _arguments(built, generator, device), [], device)
         # The first samples also find how many calls the others need to be long enough.
         sampler.sample()
         while (total_s := sampler.seconds.pop() * sampler.number) < measurement.min_repeat_s:
@@ -121,14 +129,14 @@ def _samplers(candidates: Sequence[Built], measurement: Measurement) -> list[_Sa
             sampler.number = max(sampler.number + 1, math.ceil(sampler.number * grow))
             sampler.sample()
         sampler.seconds.append(total_s / sampler.number)
-        samplers.append(sampler)
-    return samplers
+        made.append(sampler)
+    return made
 
 
-def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
-    """The arguments of one call after another: all the same, but for the weights."""
+def _arguments(built: Built, generator: np.random.Generator, device: Any) -> list[list[Any]]:
+    """The arguments of one call after another: all the same, but for the weights, which lie on the CPU."""
     fixed = {
-        index: random_tensor(generator, *tensor)
+        index: random_tensor(generator, *tensor, device)
         for index, tensor in enumerate(built.arguments)
         if index not in built.weights
     }
@@ -143,7 +151,7 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
     one_copy = sum(strides.values())
     copies = max(1, min(MAX_COPIES, _pool.size // one_copy)) if one_copy else 1
     if not one_copy or one_copy > _pool.size:
-        missing = {index: random_tensor(generator, *built.arguments[index]) for index in built.weights}
+        missing = {index: random_tensor(generator, *built.arguments[index], device) for index in built.weights}
         return [[(fixed | missing)[index] for index in range(len(built.arguments))]]
     turns = []
     place = 0
@@ -158,11 +166,11 @@ def _arguments(built: Built, generator: np.random.Generator) -> list[list[Any]]:
     return turns
 
 
-def random_tensor(generator: np.random.Generator, dtype: str, shape: Sequence[int]) -> Any:
+def random_tensor(generator: np.random.Generator, dtype: str, shape: Sequence[int], device: Any = None) -> Any:
     """Floats in [0, 1), integers 0: valid as an index into anything, and the time of integer code does not depend
     on its values."""
     if dtype.startswith("float"):
         data = np.asarray(generator.random(shape, dtype=np.float32)).astype(dtype)
     else:
         data = np.zeros(shape, dtype="uint8" if dtype == "bool" else dtype).astype(dtype)
-    return tvm.runtime.tensor(data)
+    return tvm.runtime.tensor(data, device)

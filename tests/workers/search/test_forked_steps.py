@@ -255,7 +255,7 @@ def test_weights_are_read_from_other_memory_in_each_call() -> None:
         "unused.so", (("float32", (4, 8)), ("float32", (8, 1024)), ("float32", ()), ("float32", (4, 1024))), None,
         weights=(1, 2),
     )  # fmt: skip
-    turns = sampling._arguments(built, np.random.default_rng(0))
+    turns = sampling._arguments(built, np.random.default_rng(0), tvm.runtime.cpu())
     assert [argument.shape for argument in turns[0]] == [(4, 8), (8, 1024), (), (4, 1024)]
     assert len(turns) == (1 << 20) // (8 * 1024 * 4 + 64)
     addresses = [np.from_dlpack(turn[1]).ctypes.data for turn in turns]

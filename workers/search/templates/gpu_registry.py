@@ -1,0 +1,11 @@
+"""placeholder"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from workers.search.templates.gpu_default import GpuDefaultTemplate
+from workers.search.templates.knobs import Gpu, Template
+
+GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {GpuDefaultTemplate.name: GpuDefaultTemplate()}
