@@ -40,6 +40,10 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
+def crash_at_once(_nothing: str) -> None:
+    crash()
+
+
 def die(number: int) -> None:
     os.kill(os.getpid(), number)
 

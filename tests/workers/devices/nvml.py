@@ -43,6 +43,9 @@ class Recorded:
     lacking: tuple[str, ...] = ()  #: functions that this driver answers with "not supported"
     open: int = field(default=0, init=False)  #: nvmlInit without nvmlShutdown
 
+    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
+
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLError_NotSupported
     NVMLError_NotFound = NVMLError_NotFound
@@ -87,6 +90,15 @@ class Recorded:
 
     def nvmlDeviceGetAttributes(self, gpu: Gpu) -> Any:  # noqa: N802
         return SimpleNamespace(multiprocessorCount=gpu.facts.multiprocessors)
+
+    def nvmlDeviceGetTemperature(self, _gpu: Gpu, sensor: int) -> int:  # noqa: N802
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 41
+
+    def nvmlDeviceGetClockInfo(self, _gpu: Gpu, clock: int) -> int:  # noqa: N802
+        """In MHz."""
+        assert clock == self.NVML_CLOCK_SM
+        return 1980
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
         if gpu.divided is None:

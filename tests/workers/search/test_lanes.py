@@ -1,6 +1,7 @@
 """Builder and runners: failures become values that say what went wrong, one candidate's is nobody else's.
 
-What is asked of runners is asked of each: of this machine's, and of that for boards, with this machine as the board.
+What is asked of runners is asked of each: of this machine's, of that for boards, with this machine as the board, and of
+that for GPUs, with this machine's CPU in a GPU's place.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.workers.conftest import Host
+from tests.workers.devices import recordings
 from tests.workers.lending import lent_board
+from tests.workers.search import fake_gpu
 from tests.workers.search.samples import CPU, double, matmul
+from tuning_db.errors import DeviceLost
+from tuning_db.keys import DeviceIdentity
 from tuning_db.trials import Failed, FailureKind, Measured
+from workers.devices.identity import gpu_identity_of
 from workers.devices.tracker import Boards
-from workers.search import forked_steps, intrinsics
+from workers.search import forked_steps, gpu_sampling, intrinsics
 from workers.search.candidates import Built, Candidate, Measurement
 from workers.search.forkserver import ForkServer, ServerDied
-from workers.search.lanes import LocalBuilder, LocalRunner, Runner
+from workers.search.lanes import GpuRunner, LocalBuilder, LocalRunner, Runner
 from workers.search.rpc_lane import RpcRunner
 from workers.search.space import Space
 
 QUICK = Measurement(repeat=2, min_repeat_s=0.001, threads=1)
+H100 = gpu_identity_of(replace(recordings.H100, driver=fake_gpu.MACHINE.driver))
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +54,41 @@ def boards() -> Iterator[Boards]:
 MakeRunner = Callable[[float], Runner]
 
 
-@pytest.fixture(params=["local", "rpc"])
+@pytest.fixture
+def make_gpu_runner(
+    reference: Built, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float, DeviceIdentity], GpuRunner]]:
+    """A runner for this machine's CPU in the place of an H100."""
+    real, made = gpu_sampling.preload, []
+    monkeypatch.setattr(gpu_sampling, "preload", lambda *given: (fake_gpu.INSTALL, *real(*given)))
+
+    def make(timeout_s: float, device: DeviceIdentity) -> GpuRunner:
+        made.append(GpuRunner(device, lambda: reference, QUICK, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+@pytest.fixture(params=["local", "rpc", "gpu"])
 def make_runner(request: pytest.FixtureRequest, server: ForkServer, host: Host) -> MakeRunner:
     """A runner with so many seconds for a candidate."""
     if request.param == "local":
         return lambda timeout_s: LocalRunner(server, QUICK, timeout_s=timeout_s)
+    if request.param == "gpu":
+        return partial(request.getfixturevalue("make_gpu_runner"), device=H100)
     boards: Boards = request.getfixturevalue("boards")
     return lambda timeout_s: RpcRunner(server, boards, host.identity, QUICK, timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="module")
+def reference(
+    server: ForkServer, host: Host, candidates: list[Candidate], tmp_path_factory: pytest.TempPathFactory
+) -> Built:
+    folder = str(tmp_path_factory.mktemp("reference"))
+    built: Built = server.call(forked_steps.build, host.target_json, candidates[0], folder, deadline_s=120)
+    return built
 
 
 def run(runner: Runner, built: Built, hopeless_s: float | None = None) -> Measured | Failed:
@@ -186,3 +223,17 @@ def test_file_that_is_no_library(make_runner: MakeRunner, tmp_path: Path) -> Non
         assert isinstance(outcome, Failed)
         assert outcome.kind is FailureKind.RUN_ERROR
         assert "candidate.so" in outcome.message
+
+
+def test_a_gpu_that_is_not_the_one(
+    make_gpu_runner: Callable[[float, DeviceIdentity], GpuRunner], reference: Built
+) -> None:
+    """A GPU is measured on only while it is the one of the job, and says how it was; that another one is there, or
+    none, ends the job and fails no candidate."""
+    runner = make_gpu_runner(60, H100)
+    assert isinstance(run(runner, reference), Measured)
+    [found] = runner.guard.latest.values()
+    assert (found.temperature_c, found.khz) == (41.0, 1_980_000)
+    other = make_gpu_runner(60, replace(H100, driver="570.1"))
+    with pytest.raises(DeviceLost, match=r"this GPU is a .* driver 580"):
+        run(other, reference)
