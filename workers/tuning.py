@@ -56,7 +56,7 @@ from workers.devices.identity import UnusableDevice
 from workers.devices.lane import lane_of
 from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
-from workers.search.forkserver import ForkServer, ServerDied
+from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
 from workers.search.intrinsics import preload
 from workers.search.templates.knobs import Cpu, Gpu, Template
 from workers.settings import Settings
@@ -366,7 +366,7 @@ class Attempt:
         self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
         build = partial(
             LocalBuilder, server, self.key.target, workers=host_cores(), timeout_s=60.0, step=gpu_steps.build,
-            options=(options.fast_math,),
+            options=(options.fast_math, self._headers(server)),
         )  # fmt: skip
         outcome = self._search(
             server, self.key.target, gpu_of(self.key.device), GPU_TEMPLATES, build, operators, records
@@ -389,6 +389,24 @@ class Attempt:
                 "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
             }
         return Made(libraries, graphs, outcome, host_cores())
+
+    def _headers(self, server: ForkServer) -> str | None:
+        """What a search's kernels include, compiled once; None where that is not wanted, or NVRTC does not."""
+        from workers.search import gpu_steps
+
+        search = self.job.spec.search
+        if not search.trials or search.tuner == "none":
+            return None
+        path = str(self.scratch / "headers.pch")
+        arguments = (path, self.key.device.arch, self.key.options.fast_math)
+        try:
+            server.call_retrying(gpu_steps.precompile_headers, *arguments, deadline_s=60.0)
+        except ChildFailed as failure:
+            self.report(
+                "warning", {"message": f"candidates compile more slowly: headers were not precompiled: {failure}"}
+            )
+            return None
+        return path
 
     def _quantize(self, model: Path) -> Quantized:
         """The model as the key asks for it. QuantizationFailed, or AccuracyTooLow before any search."""

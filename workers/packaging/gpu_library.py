@@ -65,14 +65,15 @@ def compile_library(
 
 
 def compile_kernel(
-    module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False
-) -> tuple[device_code.Cubin, ...]:
-    """`compile_library` of a scheduled function `main` alone."""
-    return _link(lambda: tvm.compile(module, target=target), target, path, fast_math)
+    module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False,
+    headers: Path | None = None,
+) -> tuple[device_code.Cubin, ...]:  # fmt: skip
+    """`compile_library` of a scheduled function `main` alone. `headers`: precompiled ones, as `nvrtc` takes them."""
+    return _link(lambda: tvm.compile(module, target=target), target, path, fast_math, headers)
 
 
 def _link(
-    build: Callable[[], Any], target: tvm.target.Target, path: Path, fast_math: bool
+    build: Callable[[], Any], target: tvm.target.Target, path: Path, fast_math: bool, headers: Path | None = None
 ) -> tuple[device_code.Cubin, ...]:
     arch = str(target.attrs["arch"])
     host = str(target.host.attrs["mtriple"]).partition("-")[0]
@@ -87,7 +88,9 @@ def _link(
         sources = list(_sources(executable.mod))
         if not sources:
             raise BuildFailed("the model has no kernel that runs on a GPU")
-        cubins = {source: nvrtc.compile_source(source, arch, fast_math=fast_math) for source in sources}
+        cubins = {
+            source: nvrtc.compile_source(source, arch, fast_math=fast_math, headers=headers) for source in sources
+        }
 
         def link(output: str, objects: Sequence[str], **_options: Any) -> None:
             for file in objects:

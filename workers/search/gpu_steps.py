@@ -11,6 +11,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from workers.graph.gpu import scheduled
 from workers.graph.gpu_model import function_of
+from workers.packaging import nvrtc
 from workers.packaging.gpu_library import compile_kernel, schedule_the_rest
 from workers.search.candidates import Built, Candidate
 from workers.search.forked_steps import extract_features, schedule_of
@@ -33,21 +34,26 @@ def main(x: T.Buffer(({_NUMBERS},), "float32"), y: T.Buffer(({_NUMBERS},), "floa
 """
 
 
-def build(target_json: str, candidate: Candidate, folder: str, fast_math: bool) -> Built:
+def build(target_json: str, candidate: Candidate, folder: str, fast_math: bool, headers: str | None) -> Built:
     """Compile one candidate into a shared library under `folder`, machine code inside, and extract the features of a
-    sketch. BuildFailed as `gpu_library.compile_kernel`."""
+    sketch. `headers`: of `precompile_headers`. BuildFailed as `gpu_library.compile_kernel`."""
     target = tvm.target.Target(json.loads(target_json))
     function = function_of(candidate.workload, candidate.trace)
     schedule = schedule_of(candidate.workload, candidate.trace)
     features = None if candidate.config is not None else extract_features(target, candidate.workload, schedule)
     path = Path(folder) / f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}.so"
     module = schedule_the_rest(tvm.ir.IRModule({"main": function}), target)
-    compile_kernel(module, target, path, fast_math=fast_math)
+    compile_kernel(module, target, path, fast_math=fast_math, headers=None if headers is None else Path(headers))
     arguments = tuple(
         (str(argument.dtype), tuple(int(size) for size in argument.shape))
         for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
     )
     return Built(str(path), arguments, features)
+
+
+def precompile_headers(path: str, arch: str, fast_math: bool) -> None:
+    """`nvrtc.precompile_headers`, for all candidates of one search."""
+    nvrtc.precompile_headers(Path(path), arch, fast_math=fast_math)
 
 
 def build_reference(target_json: str, folder: str) -> Built:
