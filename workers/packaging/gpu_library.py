@@ -47,6 +47,14 @@ def schedule_the_rest(module: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
         return gpu.schedule_the_rest()(module)
 
 
+def lower(
+    module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, keep_float32: bool = False, opt_level: int = 3
+) -> tvm.ir.IRModule:
+    """`kernels`, all with TVM's default schedules: a model that nothing was searched for."""
+    made = kernels(module, target, half=half, keep_float32=keep_float32, opt_level=opt_level)
+    return schedule_the_rest(made, target)
+
+
 def compile_library(
     module: tvm.ir.IRModule, target: tvm.target.Target, path: Path, *, fast_math: bool = False
 ) -> tuple[device_code.Cubin, ...]:

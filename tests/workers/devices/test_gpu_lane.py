@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tuning_db.jobs import JobSpec, SearchConfig
 from tuning_db.keys import QuantizationConfig, TensorSpec, canonical_json, to_json
 from tuning_db.messages import queue_for
 from tuning_db.store import TuningStore
+from tuning_db.trials import Failed, Measured
 from workers.devices import local_gpu
 from workers.devices.identity import gpu_identity_of
 from workers.devices.lane import GpuLane, LocalLane
@@ -36,11 +39,33 @@ from workers.packaging import device_code
 from workers.packaging.on_gpu import PARTS, OnGpu, run_on_gpu
 from workers.packaging.reference import example_inputs
 from workers.packaging.running import LibraryRefused
+from workers.search.candidates import Built
+from workers.search.guards import Guard
 from workers.settings import Settings
 from workers.tuning import Attempt
 
 MACHINE = Recorded([Gpu(H100, "GPU-1d0d1b8e-0f4e", 16896, divided=False)])
 pytestmark = pytest.mark.skipif(tvm.cuda(0).exist, reason="this machine has a GPU: benchmarks/gpu_check.sh")
+
+
+class Stopwatch:
+    """A runner whose candidates take what their libraries' names come to: each its own time, always the same."""
+
+    at_once = 1
+
+    def __init__(self) -> None:
+        self.guard = Guard()
+        self.closed = False
+
+    def run_all(self, wanted: Sequence[tuple[Built, float | None]]) -> list[Measured | Failed]:
+        return [Measured((1e-3 + zlib.crc32(Path(built.library).name.encode()) * 1e-12,) * 3) for built, _ in wanted]
+
+    def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
+        outcomes = self.run_all([(built, None) for built in candidates])
+        return [outcome for outcome in outcomes if isinstance(outcome, Measured)]
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_no_gpu_no_worker(tmp_path: Path) -> None:
@@ -56,15 +81,17 @@ def test_no_gpu_no_worker(tmp_path: Path) -> None:
 def test_a_job_for_a_gpu(
     sqlite_store: TuningStore, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's model is rounded to fp16, imported and compiled to machine code of its GPU; the check, in a process of
-    its own, then misses the GPU: DeviceLost, and nothing is published. A CPU's worker refuses the job, whose queue is
-    another.
+    """The job's model is rounded to fp16, imported, searched, and compiled to machine code of its GPU by the schedules
+    that were found and by TVM's default; the check, in a process of its own, then misses the GPU: DeviceLost, and
+    nothing is published. A CPU's worker refuses the job, whose queue is another.
 
-    Recorded: what NVML says in this process. Faked: that TVM's runtime reaches the GPU.
+    Recorded: what NVML says in this process. Faked: that TVM's runtime reaches the GPU, and what candidates take there.
     """
     pytest.importorskip("cuda.bindings.nvrtc", reason='NVRTC is not installed: pip install "tunery[cuda]"')
     monkeypatch.setitem(sys.modules, "pynvml", MACHINE)
     monkeypatch.setattr(local_gpu, "require_runtime", lambda _facts: None)
+    stopwatch = Stopwatch()
+    monkeypatch.setattr(GpuLane, "runner", lambda *_: stopwatch)
     lane = GpuLane("0")
     assert lane.environment() == {"CUDA_VISIBLE_DEVICES": "GPU-1d0d1b8e-0f4e"}
     device, target = lane.probe()
@@ -75,18 +102,25 @@ def test_a_job_for_a_gpu(
     )  # fmt: skip
     digest, size = blobs.put(path)
     sqlite_store.add_model(ModelInfo(key.model, digest, "onnx", size, onnx_model.inputs_of(conv_bn_relu()), ()))
-    claimed = sqlite_store.claim(sqlite_store.submit(JobSpec(key, SearchConfig(trials=8, seconds=9))).job.id, "worker")
+    claimed = sqlite_store.claim(
+        sqlite_store.submit(JobSpec(key, SearchConfig(trials=8, seconds=120, tuner="autotvm"))).job.id, "worker"
+    )
     assert claimed is not None
     claim, _ = claimed
     attempt = Attempt(Settings(data_dir=tmp_path, gpu="0"), sqlite_store, blobs, claim, tmp_path)
     with pytest.raises(DeviceLost, match="no NVIDIA GPU is seen"):
         attempt.run()
-    [cubin] = device_code.check(tmp_path / "untuned.so", "sm_90")
-    assert len(cubin.kernels) >= 1
+    assert stopwatch.closed
     events = sqlite_store.events(claim.job_id)
     stages = [event.data["stage"] for event in events if event.type == "stage"]
-    assert stages == ["quantize", "import", "graph", "build", "check"]
-    assert any("nothing is searched for GPUs" in str(event.data) for event in events if event.type == "warning")
+    assert stages == ["quantize", "import", "graph", "search", "build", "check"]
+    assert not [event.data for event in events if event.type == "warning"]
+    trials = [event.data for event in events if event.type == "trial"]
+    assert {trial["outcome"] for trial in trials} == {"measured"}
+    assert len({trial["variant"] for trial in trials}) > 1  # TVM's default schedule, and templates
+    for label in ("untuned", "tuned"):
+        [cubin] = device_code.check(tmp_path / f"{label}.so", "sm_90")
+        assert len(cubin.kernels) >= 1
     attempt.lane = LocalLane()
     assert queue_for(device.name) != queue_for(attempt.lane.probe()[0].name)
     with pytest.raises(BuildFailed, match="not what the job was submitted for: device"):
