@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,9 @@ from workers.packaging import library
 from workers.search.candidates import Built
 from workers.search.forkserver import ForkServer
 from workers.search.guards import Guard
-from workers.search.lanes import Runner
+from workers.search.lanes import LocalBuilder, Runner
 from workers.search.records import Records
+from workers.search.templates.registry import TEMPLATES
 from workers.settings import Settings
 from workers.tuning import Attempt, SearchOutcome
 
@@ -58,6 +60,9 @@ class Broken:
     def compare(self, candidates: Sequence[Built]) -> list[Measured] | Failed:
         return Failed(FailureKind.RUN_ERROR, "the device is gone")
 
+    def close(self) -> None:
+        pass
+
 
 class Lane(LocalLane):
     """This machine's CPU, whose roof nobody asks for."""
@@ -67,7 +72,7 @@ class Lane(LocalLane):
 
 
 class BrokenLane(Lane):
-    def runner(self, server: ForkServer, identity: DeviceIdentity, warn: Callable[[str], None]) -> Runner:
+    def runner(self, server: ForkServer, key: ArtifactKey, folder: Path, warn: Callable[[str], None]) -> Runner:
         return Broken()
 
 
@@ -94,7 +99,9 @@ def test_operators_that_tuners_choke_on(
         attempt = Attempt(Settings(data_dir=tmp_path), sqlite_store, blobs, claimed[0], tmp_path)
         attempt.lane = lane
         records = Records(sqlite_store, claimed[0], key.record_scope())
-        return attempt._search(server, host.target_json, host.cpu, model.extract(records.adopt), records)
+        build = partial(LocalBuilder, server, host.target_json, workers=2)
+        operators = model.extract(records.adopt)
+        return attempt._search(server, host.target_json, host.cpu, TEMPLATES, build, operators, records)
 
     outcome = search(Lane(), host.identity)
     assert [n for n, choice in outcome.choices.items() if "conv" in n and choice.trial is not None], list(
