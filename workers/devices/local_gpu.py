@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from tuning_db.errors import BuildFailed
 from tuning_db.keys import DeviceIdentity
+from tuning_db.streams import INSTALL, CudaFailed, load_cudart
 from workers.devices import local_cpu
 from workers.devices.identity import GpuFacts, UnusableDevice, gpu_identity_of
 from workers.devices.targets import gpu_target_of
@@ -30,7 +31,6 @@ _CORES: Final[Mapping[tuple[int, int], int]] = {
     (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128, (8, 9): 128, (9, 0): 128, (10, 0): 128, (10, 3): 128,
     (11, 0): 128, (12, 0): 128, (12, 1): 128,
 }  # fmt: skip
-_INSTALL: Final = 'pip install "tunery[cuda]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +149,16 @@ def nvml_module() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise UnusableDevice(f"NVML cannot be asked: nvidia-ml-py is not installed; {_INSTALL}") from None
+        raise UnusableDevice(f"NVML cannot be asked: nvidia-ml-py is not installed; {INSTALL}") from None
     return pynvml
 
 
 def load_runtime() -> None:
-    """Make CUDA's runtime known to this process, before TVM is imported, whose own libraries are linked against it."""
+    """Make CUDA's runtime known to this process, before TVM is imported. UnusableDevice if it is not installed."""
     try:
-        from cuda import pathfinder
-
-        pathfinder.load_nvidia_dynamic_lib("cudart")
-    except (ImportError, RuntimeError) as error:
-        raise UnusableDevice(f"CUDA's runtime is not installed ({error}); {_INSTALL}") from None
+        load_cudart()
+    except CudaFailed as error:
+        raise UnusableDevice(str(error)) from None
 
 
 def require_runtime(facts: GpuFacts) -> None:
