@@ -22,11 +22,13 @@ demo: .venv/demo ## tune a real model on this machine, fetch the library by its 
 # In the order of the folders, whose first hold the longest files: a long one at the end keeps one core idle.
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 test: .venv/dev test-servers ## run every test, two files at a time; PYTEST_ARGS chooses others
+	@$(MAKE) --no-print-directory boards || echo "without emulated boards: their tests are skipped" >&2
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-boards: boards ## run the tests on emulated aarch64 boards, which are made first: 130 MB are downloaded
+test-boards: boards ## run the tests on emulated aarch64 boards alone
 	$(PY) -m pytest tests/boards
 
+# 130 MB are downloaded, once.
 boards: .venv/dev
 	@if ! { command -v qemu-aarch64 || command -v qemu-aarch64-static; } >/dev/null \
 	|| ! command -v aarch64-linux-gnu-as >/dev/null; then \
