@@ -1,7 +1,7 @@
 """The whole job on a real model: start a service, tune, fetch by key, run, ask again, ask for something else.
 
 The model is the text-direction classifier that the rapidocr-onnxruntime package ships. Everything that this starts it
-stops, and what it stores goes to a temporary folder.
+stops, and what it stores goes to a temporary folder. The device is this machine's CPU, or a GPU of it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,26 @@ def running_service(data_dir: Path) -> Iterator[str]:
             process.wait()
 
 
+@contextlib.contextmanager
+def running_gpu_worker(data_dir: Path, gpu: str, client: Tunery) -> Iterator[str]:
+    """A worker for a GPU beside the service, and the device's name. Stopped by its pid."""
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("tunery"), "worker", "--data-dir", str(data_dir), "--gpu", gpu],
+        start_new_session=True,
+    )
+    try:
+        names: list[str] = []
+        while not names:
+            if process.poll() is not None:
+                sys.exit(process.returncode)  # it has said why
+            time.sleep(0.5)
+            names = [device["name"] for device in client.devices() if device["identity"]["kind"] == "cuda"]
+        yield names[0]
+    finally:
+        process.terminate()
+        process.wait()
+
+
 class Bar:
     """The job's events as a bar in the terminal."""
 
@@ -92,16 +112,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=600)
     parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--gpu", metavar="NUMBER|UUID", help="of a GPU, as tunery worker takes it")
     parser.add_argument("--report", type=Path, help="write the figures to this file as JSON")
     options = parser.parse_args()
     model = model_path()
     inputs = {"x": SHAPE}
     with tempfile.TemporaryDirectory(prefix="tunery-demo-") as folder:
-        with running_service(Path(folder) / "data") as url, Tunery(url) as client:
+        data_dir = Path(folder) / "data"
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(running_service(data_dir))
+            client = stack.enter_context(Tunery(url))
             device = client.devices()[0]["name"]
+            if options.gpu is not None:
+                device = stack.enter_context(running_gpu_worker(data_dir, options.gpu, client))
             console.print(f"service at {url}, device {device}")
             console.print(f"POST {MODEL_FILE} for x={SHAPE}")
-            job = client.submit(model, inputs=inputs, search={"trials": options.trials, "seconds": options.seconds})
+            asked = {
+                "inputs": inputs, "device": device, "search": {"trials": options.trials, "seconds": options.seconds}
+            }  # fmt: skip
+            job = client.submit(model, **asked)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with Progress(*columns, console=console) as progress:
                 try:
@@ -125,7 +154,7 @@ def main() -> int:
 
             digest = client.upload(model)
             start_s = time.perf_counter()
-            again = client.submit(digest, inputs=inputs, search={"trials": options.trials, "seconds": options.seconds})
+            again = client.submit(digest, **asked)
             hit_ms = (time.perf_counter() - start_s) * 1e3
             new_trials = again.job["trials_measured"] - job.job["trials_measured"]
             console.print(f"the same again: [green]hit[/] in {hit_ms:.0f} ms, {new_trials} trials measured")
@@ -134,7 +163,7 @@ def main() -> int:
                 return 1
             missed = []
             try:
-                client.find(digest, inputs={"x": OTHER_SHAPE})
+                client.find(digest, inputs={"x": OTHER_SHAPE}, device=device)
                 console.print("[red]another shape was answered by this library")
                 return 1
             except CacheMissError as miss:

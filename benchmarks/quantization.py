@@ -159,7 +159,7 @@ def tune(path: Path, specs: tuple[TensorSpec, ...], search: SearchConfig, folder
     ):
         operators = model.extract(records.adopt)
         scheduler = Scheduler(
-            server=server, target=target_json, cpu=cpu, templates=TEMPLATES, builder=builder,
+            server=server, target=target_json, machine=cpu, templates=TEMPLATES, builder=builder,
             runner=LocalRunner(server, Measurement(threads=cpu.threads)), records=records, report=lambda *_: None,
             roof=None, last_cache_bytes=roof.caches(identity.cache_bytes)[2], operators_at_once=cpu.threads,
         )  # fmt: skip

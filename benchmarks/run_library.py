@@ -1,8 +1,8 @@
 """Runs a fetched library in this process and compares it with ONNX Runtime: `run_library.py FOLDER MODEL.onnx [SIZE]`.
 
-Needs TVM's runtime, NumPy and ONNX Runtime, as a user's own program does. A library for one shape needs nothing of
-Tunery; of one for a range, SIZE is what is run, the largest point if there is none, and `service.loading` cuts it.
-Prints JSON.
+Needs TVM's runtime, NumPy and ONNX Runtime, as a user's own program does. A CPU's library for one shape needs nothing
+of Tunery; a GPU's is run by `service.loading`, and so is one for a range, of which SIZE is run, the largest point if
+there is none. Prints JSON.
 """
 
 import json
@@ -19,8 +19,17 @@ folder, model = Path(sys.argv[1]), Path(sys.argv[2])
 manifest = json.loads((folder / "manifest.json").read_text())
 # Before TVM is loaded: as many threads as the library was timed with (it takes half the cores by itself), none of them
 # tied to a core that others use.
-os.environ["TVM_NUM_THREADS"] = str(manifest["key_fields"]["device"]["cores"])
-os.environ["TVM_BIND_THREADS"] = "0"
+ON_CPU = manifest["key_fields"]["device"]["kind"] == "cpu"
+if ON_CPU:
+    os.environ["TVM_NUM_THREADS"] = str(manifest["key_fields"]["device"]["cores"])
+    os.environ["TVM_BIND_THREADS"] = "0"
+
+loaded = None
+if not ON_CPU or manifest.get("range") is not None:
+    from service.loading import load
+
+    # Before TVM is imported, which would not find CUDA.
+    loaded = load(folder)
 
 import numpy as np
 import onnxruntime
@@ -41,10 +50,8 @@ def main() -> dict[str, float]:
         for spec in manifest["inputs"]
     }
     run: Callable[[], Any]
-    if ranged is not None:
-        from service.loading import load
-
-        run = partial(load(folder), arrays)
+    if loaded is not None:
+        run = partial(loaded, arrays)
         outputs = run()
     else:
         machine = relax.VirtualMachine(tvm.runtime.load_module(str(folder / "library.so")), tvm.cpu())
@@ -53,7 +60,8 @@ def main() -> dict[str, float]:
         outputs = [output.numpy() for output in ([result] if hasattr(result, "numpy") else result)]
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = manifest["key_fields"]["device"]["cores"]
+    # A GPU is compared with all of the CPU.
+    options.intra_op_num_threads = int(os.environ["TVM_NUM_THREADS"]) if ON_CPU else 0
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
