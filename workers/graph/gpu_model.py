@@ -17,7 +17,7 @@ from workers.packaging.gpu_library import schedule_the_rest
 from workers.search.candidates import Choice, Operator, Variant
 from workers.search.forked_steps import schedule_of
 from workers.search.templates.gpu_default import GpuDefaultTemplate
-from workers.search.templates.gpu_plain import gpu_templates
+from workers.search.templates.gpu_plain import gpu_template
 from workers.search.templates.knobs import GEOMETRY_ATTR, TEMPLATE_ATTR, Geometry
 
 
@@ -68,7 +68,7 @@ def function_of(workload: Workload, trace: str) -> tirx.PrimFunc:
 def _variants(module: tvm.ir.IRModule) -> dict[str, tvm.ir.IRModule]:
     """A task's module for each template, marked for it; by the variant's name."""
     function = module["main"]
-    fitting: Sequence[tuple[str, Geometry]] = [(GpuDefaultTemplate.name, {}), *gpu_templates(function)]
+    fitting: Sequence[tuple[str, Geometry]] = [(GpuDefaultTemplate.name, {}), *gpu_template(function)]
     return {
         template.removeprefix("gpu-"): tvm.ir.IRModule(
             {"main": function.with_attr({TEMPLATE_ATTR: template, GEOMETRY_ATTR: json.dumps(geometry, sort_keys=True)})}

@@ -1,4 +1,4 @@
-"""placeholder"""
+"""All schedule templates for GPUs, by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from workers.search.templates.gpu_default import GpuDefaultTemplate
+from workers.search.templates.gpu_map import GpuMapTemplate
+from workers.search.templates.gpu_product import GpuProductTemplate
 from workers.search.templates.knobs import Gpu, Template
 
-GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {GpuDefaultTemplate.name: GpuDefaultTemplate()}
+GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {
+    template.name: template for template in (GpuDefaultTemplate(), GpuMapTemplate(), GpuProductTemplate())
+}

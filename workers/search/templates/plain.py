@@ -243,7 +243,7 @@ def plain_template(function: tirx.PrimFunc) -> tuple[str, Geometry]:
         "iterations": sum(stage.iterations for stage in stages),
         "expensive": sum(stage.expensive * stage.iterations for stage in stages),
         "operations": sum(stage.operations * stage.iterations for stage in stages),
-        "bytes": _parameter_bytes(function),
+        "bytes": parameter_bytes(function),
     }
     if rows is not None:
         return "rowwise", {
@@ -270,7 +270,7 @@ def _contiguous_length(stage: Stage) -> int:
     return math.prod(stage.spatial[len(stage.spatial) - count :])
 
 
-def _parameter_bytes(function: tirx.PrimFunc) -> int:
+def parameter_bytes(function: tirx.PrimFunc) -> int:
     total = 0
     for parameter in function.params:
         shape = getattr(parameter, "shape", None)
