@@ -86,6 +86,12 @@ def _from_saved_model(path: Path, target: Path) -> None:
     from_tensorflow.convert_saved_model(path, target)
 
 
+def _from_frozen_graph(path: Path, target: Path) -> None:
+    from workers.frontend import from_tensorflow
+
+    from_tensorflow.convert_frozen_graph(path, target)
+
+
 def _from_keras(path: Path, target: Path) -> None:
     from workers.frontend import from_tensorflow
 
@@ -97,6 +103,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Path, Path], None]]] = {
     "pt2": _from_torch,
     "tflite": _from_tflite,
     "saved-model": _from_saved_model,
+    "frozen-graph": _from_frozen_graph,
     "keras": _from_keras,
     "hdf5": _from_keras,
 }

@@ -51,9 +51,7 @@ TFLITE: Final = Format("tflite", "a TFLite model", _TO_ONNX, "tensorflow")
 SAVED_MODEL: Final = Format("saved-model", "a TensorFlow SavedModel", _TO_ONNX, "tensorflow")
 KERAS: Final = Format("keras", "a Keras model (.keras)", _TO_ONNX, "tensorflow")
 HDF5: Final = Format("hdf5", "an HDF5 file, as Keras writes models (.h5)", _TO_ONNX, "tensorflow")
-FROZEN_GRAPH: Final = Format(
-    "frozen-graph", "a TensorFlow graph", "convert it with tf2onnx, which wants to be told its inputs and outputs"
-)
+FROZEN_GRAPH: Final = Format("frozen-graph", "a TensorFlow graph", _TO_ONNX, "tensorflow")
 SAVED_MODEL_GRAPH: Final = Format(
     "saved-model-graph", "the saved_model.pb of a SavedModel without its variables", "send the whole folder as one zip"
 )
@@ -65,7 +63,7 @@ STABLEHLO: Final = Format("stablehlo", "an MLIR module, as StableHLO is written"
 OPENVINO: Final = Format("openvino", "an OpenVINO model", "send the model that it was converted from")
 
 #: What `workers.frontend.convert` makes into ONNX.
-CONVERTED: Final = (PT2, TFLITE, SAVED_MODEL, KERAS, HDF5)
+CONVERTED: Final = (PT2, TFLITE, SAVED_MODEL, FROZEN_GRAPH, KERAS, HDF5)
 
 
 def format_of(path: Path) -> Format:

@@ -1,4 +1,4 @@
-"""TFLite, SavedModel and Keras models as ONNX, by tf2onnx, compared with TensorFlow's numbers.
+"""TFLite, SavedModel, frozen graphs and Keras models as ONNX, by tf2onnx, compared with TensorFlow's numbers.
 
 tf2onnx is run by its command. What it cannot write it names; what it writes is run beside the original on random data.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +48,49 @@ def convert_saved_model(path: Path, target: Path) -> None:
     _convert_folder(folder, target)
 
 
+def convert_frozen_graph(path: Path, target: Path) -> None:
+    """A GraphDef without variables. Its placeholders are the inputs; the outputs, which nothing in it names, are all
+    results of operations of which nobody reads any. All are called as TensorFlow calls tensors, such as "scores:0"."""
+    import tensorflow
+    from google.protobuf.message import DecodeError
+
+    definition = tensorflow.compat.v1.GraphDef()
+    try:
+        definition.ParseFromString(path.read_bytes())
+    except DecodeError as error:
+        raise InvalidModel(f"the file is no TensorFlow graph: {last_line(error)}") from error
+    graph = tensorflow.Graph()
+    with graph.as_default():
+        tensorflow.import_graph_def(definition, name="")
+    inputs, outputs = _ends(graph.get_operations())
+
+    def run(feeds: Feeds) -> Feeds:
+        with tensorflow.compat.v1.Session(graph=graph) as session:
+            return dict(zip(outputs, session.run(outputs, dict(feeds)), strict=True))
+
+    _run_tf2onnx("--graphdef", path, target, f"--inputs={','.join(inputs)}", f"--outputs={','.join(outputs)}")
+    _check(target, run)
+
+
+def _ends(operations: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """The names of a graph's inputs and outputs. InvalidModel if it has variables or no outputs."""
+    for operation in operations:
+        if operation.type.startswith(("Var", "Variable", "ReadVariable")):
+            raise InvalidModel(
+                f"the TensorFlow graph is not frozen: node {operation.name!r} is a variable; send the SavedModel"
+            )
+    inputs = [operation.outputs[0].name for operation in operations if operation.type == "Placeholder"]
+    outputs = [
+        result.name
+        for operation in operations
+        if operation.type not in ("Const", "Placeholder") and not any(r.consumers() for r in operation.outputs)
+        for result in operation.outputs
+    ]
+    if not outputs:
+        raise InvalidModel("the TensorFlow graph has no outputs: every result is read by another node")
+    return inputs, outputs
+
+
 def convert_keras(path: Path, target: Path) -> None:
     """A .keras archive or an .h5 file whose layers are Keras's own: code of the model's author is not run."""
     import keras
@@ -69,9 +112,10 @@ def _convert_folder(folder: Path, target: Path) -> None:
     _check(target, lambda feeds: _run_saved_model(folder, feeds))
 
 
-def _run_tf2onnx(kind: str, path: Path, target: Path) -> None:
+def _run_tf2onnx(kind: str, path: Path, target: Path, *more: str) -> None:
+    command = [sys.executable, "-m", "tf2onnx.convert", kind, str(path), "--output", str(target), *more]
     done = subprocess.run(
-        [sys.executable, "-m", "tf2onnx.convert", kind, str(path), "--output", str(target), "--opset", str(_OPSET)],
+        [*command, "--opset", str(_OPSET)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     unsupported = re.search(r"Tensorflow op \[([^\]:]*): (\w+)\] is not supported", done.stdout)
