@@ -776,8 +776,12 @@ def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append((f"latency at {point['size']}", f"{point['latency_s'] * 1e3:.3f} ms"))
     for name, taken in manifest.get("latency", {}).items():
         facts.append((f"latency, {name}", f"{taken['median_s'] * 1e3:.3f} ms"))
-        if "with_copies" in taken:
-            facts.append((f"latency, {name}, with copies", f"{taken['with_copies']['median_s'] * 1e3:.3f} ms"))
+        for part, which in (("with_copies", "with copies"), ("overlapped", "copies overlapped")):
+            if part in taken:
+                facts.append((f"latency, {name}, {which}", f"{taken[part]['median_s'] * 1e3:.3f} ms"))
+    for name, engine in manifest.get("engines", {}).items():
+        if "unavailable" in engine:
+            facts.append((f"latency, {name}", f"none: {engine['unavailable']}"))
     quantization = manifest.get("quantization")
     if quantization is not None:
         said = {name: value for name, value in key["quantization"].items() if value not in (None, [])}

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from workers.frontend.onnx_import import Imported
     from workers.graph.memory import MemoryPlan
+    from workers.packaging.reference import Comparison
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
     from workers.search.lanes import LocalBuilder, Runner
@@ -201,6 +202,7 @@ class Attempt:
             "format": "tvm-relax-vm-so",
             "variant": label,
             "latency": to_json(latency),
+            "engines": verdict["engines"],
             "check": verdict["checks"][label],
             "quantization": None if quantized is None else quantized.told,
             "graph": {
@@ -657,10 +659,12 @@ class Attempt:
             # With fp16 the fp32 model is the reference itself.
             fp32 = str(quantized.fp32) if scheme == "int8" else None
             comparison = replace(comparison, fp32=fp32, calibration=calibration, scheme=scheme)
-        spec.write_text(comparison.to_json())
         for left in reversed(range(1 if board is None else _BOARDS_TRIED)):
             try:
-                verdict = _compared(spec, _CHECK_TIMEOUT_S + (0 if board is None else board.patience_s))
+                timeout_s = _CHECK_TIMEOUT_S + (0 if board is None else board.patience_s)
+                verdict = compared(
+                    comparison, spec, timeout_s, lambda message: self.report("warning", {"message": message})
+                )
                 break
             except LoadFailed as error:
                 # What a board says of a library is in the verdict: here the board was lost.
@@ -699,8 +703,29 @@ class Attempt:
         return label
 
 
-def _compared(spec: Path, timeout_s: float) -> dict[str, Any]:
-    """The verdict of a fresh process on a `Comparison`. LoadFailed if there is none."""
+def compared(comparison: Comparison, spec: Path, timeout_s: float, warn: Callable[[str], None]) -> dict[str, Any]:
+    """The verdict of a fresh process on a comparison, which is written to `spec`. LoadFailed if there is none.
+
+    Where engines besides ONNX Runtime are installed, one of them may have crashed it, or have taken all of its time:
+    then it is asked again without them.
+    """
+    from workers.packaging import baselines, gpu_baselines
+
+    try:
+        return _verdict(comparison, spec, timeout_s)
+    except LoadFailed as error:
+        if comparison.board is not None:
+            raise
+        others = baselines.optional() if comparison.gpu is None else list(gpu_baselines.installed())
+        if not others:
+            raise
+        why = str(error)
+    warn(f"compared again without {' and '.join(others)}: {why}")
+    return _verdict(replace(comparison, without=f"with it, or another one, {why}"), spec, timeout_s)
+
+
+def _verdict(comparison: Comparison, spec: Path, timeout_s: float) -> dict[str, Any]:
+    spec.write_text(comparison.to_json())
     try:
         done = subprocess.run(
             [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
@@ -730,7 +755,12 @@ def combined(verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for label in first["samples_s"]
         if all(label in each["samples_s"] for each in others)
     }
-    return {"checks": checks, "samples_s": samples, "parts_s": {}}
+    engines: dict[str, Any] = {}
+    for each in verdicts:  # where one of the functions has no time, there is none
+        engines |= {
+            name: told for name, told in each["engines"].items() if "unavailable" in told or name not in engines
+        }
+    return {"checks": checks, "samples_s": samples, "parts_s": {}, "engines": engines}
 
 
 def _latencies(

@@ -194,7 +194,11 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     layers = [{"node": f"conv{n}", "operator": "Conv", "own_sqnr_db": 20.5 + n, "sqnr_db": None} for n in range(12)]
     outputs = [{"output": "y", "sqnr_db": 31.25, "cosine": 0.9996, "top1_agreement": None}]
     manifest = {
-        "latency": {"tuned": {"median_s": 0.0012345}},
+        "latency": {
+            "tuned": {"median_s": 0.0012345},
+            "untuned": {"median_s": 0.002, "with_copies": {"median_s": 0.003}, "overlapped": {"median_s": 0.0021}},
+        },
+        "engines": {"onnxruntime": {"version": "1.32.0"}, "tensorrt": {"unavailable": "its parser: NonZero"}},
         "check": {"quantized": [{"output": "y", "sqnr_db": 31.0, "reference_sqnr_db": 31.25}]},
         "quantization": {"report": {"samples": 3, "outputs": outputs, "layers": layers}},
     }
@@ -216,6 +220,10 @@ def test_int8(service: Service, model: str, batch: int, tmp_path: Path) -> None:
     assert shown.exit_code == 0
     rows = [line.split("\t") for line in shown.stdout.splitlines()]
     assert ["latency, tuned", "1.234 ms"] in rows
+    assert ["latency, untuned, with copies", "3.000 ms"] in rows
+    assert ["latency, untuned, copies overlapped", "2.100 ms"] in rows
+    assert ["latency, tensorrt", "none: its parser: NonZero"] in rows
+    assert not any(row[0].startswith("latency, onnxruntime") for row in rows)
     assert ["SQNR of y, checked", "31 dB, ONNX Runtime 31.25 dB"] in rows
     assert ["y", "31.25", "0.9996", "-"] in rows
     assert [row[:3] for row in rows[-10:]] == [[f"conv{n}", "Conv", f"{20.5 + n:g}"] for n in range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -74,6 +75,37 @@ def test_versions_are_those_of_the_packages() -> None:
     """Every engine is listed, with the version that is installed."""
     assert list(available()) == list(ENGINES)
     assert available()["onnxruntime"] == metadata.version("onnxruntime")
+
+
+def test_onnxruntime_for_gpus_is_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the distribution for GPUs is installed, its version is ONNX Runtime's."""
+
+    def version(package: str) -> str:
+        if package == "onnxruntime-gpu":
+            return "1.25.0"
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(baselines.metadata, "version", version)
+    assert available() == {"onnxruntime": "1.25.0", "openvino": None}
+
+
+def test_an_engine_that_fails_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of an engine that cannot be prepared the reason is told, beside the versions of all; of one that is not to be
+    run, why. ONNX Runtime is timed all the same."""
+    monkeypatch.setattr(baselines, "available", lambda: {"onnxruntime": "1.32.0", "openvino": "2026.4"})
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    path, inputs = Path(save(conv_bn_relu(), tmp_path)), {"x": normal(1, 8, 14, 14)}
+    engines = baselines.on_cpu(path, inputs, threads=1)
+    assert list(engines.calls) == ["onnxruntime"]
+    assert engines.told["onnxruntime"] == {"version": "1.32.0"}
+    assert engines.told["openvino"]["version"] == "2026.4"
+    assert "openvino" in str(engines.told["openvino"]["unavailable"])
+    assert baselines.optional() == ["openvino"]
+    engines = baselines.on_cpu(path, inputs, threads=1, without="it crashed")
+    assert engines.told["openvino"] == {"version": "2026.4", "unavailable": "it crashed"}
+    assert engines.timed({"onnxruntime": [1.0], "openvino": [2.0], "tuned": [3.0]}) == {
+        "onnxruntime": [1.0], "tuned": [3.0],
+    }  # fmt: skip
 
 
 def test_an_engine_that_is_not_installed_is_refused_with_the_command(

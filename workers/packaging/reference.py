@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tuning_db.errors import DeviceLost
 from tuning_db.keys import Json, TensorSpec, to_json
 from workers.frontend.operators import QUANTIZED
-from workers.packaging import baselines
+from workers.packaging import baselines, gpu_baselines
 from workers.packaging.denormals import denormal_mode
 from workers.packaging.on_board import OnBoard, run_on_board
 from workers.packaging.on_gpu import OnGpu, run_on_gpu
@@ -83,6 +83,7 @@ class Comparison:
     function: str = "main"  #: of the libraries, the one that is compared
     #: A manifest's `range`: then the libraries are run by it, whatever functions that takes.
     range: Mapping[str, Json] | None = None
+    without: str | None = None  #: why no engine but ONNX Runtime is to be timed beside the libraries
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -218,8 +219,9 @@ def _decibels(signal: float, noise: float) -> float | None:
 
 
 def run(comparison: Comparison) -> dict[str, Json]:
-    """The verdict: `checks`, `samples_s` and `parts_s` by label; or `refused`, what ONNX Runtime says of the model; or
-    `failed`, what became of a library on a board or GPU; or `lost`, why none could be asked."""
+    """The verdict: `checks`, `samples_s` and `parts_s` by label, and what is told of `engines`; or `refused`, what ONNX
+    Runtime says of the model; or `failed`, what became of a library on a board or GPU; or `lost`, why none could be
+    asked."""
     set_threads(comparison.threads)
     import onnxruntime
 
@@ -263,7 +265,12 @@ def run(comparison: Comparison) -> dict[str, Json]:
         checks[label] = _worst([entry for sample in entries for entry in sample], len(examples), comparison.scheme)
         if told:
             checks[label]["quantized"] = to_json(told)
-    return {"checks": to_json(checks), "samples_s": to_json(ran.samples_s), "parts_s": to_json(ran.parts_s)}
+    return {
+        "checks": to_json(checks),
+        "samples_s": to_json(ran.samples_s),
+        "parts_s": to_json(ran.parts_s),
+        "engines": to_json(ran.engines),
+    }
 
 
 def _run(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
@@ -278,8 +285,7 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
     import tvm
 
     outputs = {}
-    timed = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
-    callers: dict[str, Callable[[], object]] = {"onnxruntime": timed}
+    callers: dict[str, Callable[[], object]] = {}
     mode = denormal_mode()
     for label, path in comparison.libraries.items():
         arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
@@ -294,23 +300,22 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
             callers[label] = partial(function, *arguments[0])
         if denormal_mode() != mode:
             raise LibraryRefused(f"the {label} library changes how the process that loads it treats denormal numbers")
-    if baselines.available()["openvino"] is not None:
-        try:
-            callers["openvino"] = baselines.baseline(
-                "openvino", Path(comparison.reference), examples[0], comparison.threads
-            )
-        except Exception as error:  # it refuses models that ONNX Runtime takes: then there is nothing to tell
-            print(f"OpenVINO cannot run the model: {error}", file=sys.stderr)
-    samples = time_in_turns(callers, comparison.rounds, comparison.min_sample_s, rested=baselines.ENGINES)
-    return Ran(outputs, samples)
+    model = Path(comparison.reference)
+    engines = baselines.on_cpu(model, examples[0], comparison.threads, comparison.without)
+    samples = time_in_turns(
+        {**engines.calls, **callers}, comparison.rounds, comparison.min_sample_s, rested=list(engines.calls)
+    )
+    return Ran(outputs, engines.timed(samples), engines=engines.told)
 
 
 def _run_on_gpu(comparison: Comparison, gpu: OnGpu, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
     arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
-    engine = baselines.baseline("onnxruntime", Path(comparison.reference), examples[0], comparison.threads)
-    return run_on_gpu(
-        gpu, comparison.libraries, arrays, comparison.rounds, comparison.min_sample_s, engines={"onnxruntime": engine}
-    )
+
+    def engines() -> baselines.Engines:
+        model, half = Path(comparison.reference), comparison.scheme == "fp16"
+        return gpu_baselines.on_gpu(model, examples[0], comparison.threads, half=half, without=comparison.without)
+
+    return run_on_gpu(gpu, comparison.libraries, arrays, comparison.rounds, comparison.min_sample_s, engines)
 
 
 def _run_on_board(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from tuning_db.keys import Json
 from tuning_db.ranged import Function, Ranged
 
 #: Seconds that are spent on timing one library, once there are this many samples.
@@ -29,6 +30,8 @@ class Ran:
     samples_s: Mapping[str, list[float]]  #: seconds of one inference; on a GPU of the computation alone
     #: Seconds of an inference's other parts, each by its name; of a GPU's libraries alone.
     parts_s: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+    #: Of each engine that is installed its version, and why it has no samples where it has none.
+    engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
 
 
 def set_threads(threads: int) -> None:

@@ -10,19 +10,24 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import tvm
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from tests.cuda_runtime import LEGACY, Runtime
 from tests.e2e.conftest import TUNERY
 from tests.samples import make_key
 from tests.workers.conftest import Compiled
 from tests.workers.devices.nvml import Gpu, Recorded
 from tests.workers.devices.recordings import H100
 from tests.workers.models import conv_bn_relu, save
+from tuning_db import streams
 from tuning_db.blobs import BlobStore
 from tuning_db.catalog import ModelInfo
 from tuning_db.errors import BuildFailed, DeviceLost
@@ -36,9 +41,10 @@ from workers.devices.identity import gpu_identity_of
 from workers.devices.lane import GpuLane, LocalLane
 from workers.frontend import onnx_model
 from workers.packaging import device_code
+from workers.packaging.baselines import Engines
 from workers.packaging.on_gpu import PARTS, OnGpu, run_on_gpu
 from workers.packaging.reference import example_inputs
-from workers.packaging.running import LibraryRefused
+from workers.packaging.running import LibraryRefused, Ran
 from workers.search.candidates import Built
 from workers.search.guards import Guard
 from workers.settings import Settings
@@ -129,24 +135,56 @@ def test_a_job_for_a_gpu(
         local_gpu.expect(replace(device, arch="sm_87", driver="570.1"))
 
 
-def test_times_of_a_gpu(conv: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library answers every example, and its computation and its copies are timed apart, in turns with the engines.
-
-    Faked: the GPU. The library is one for this machine's CPU, which is what TVM is asked for in the GPU's place.
-    """
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """Faked: the GPU. Libraries are for this machine's CPU, which is what TVM is asked for in the GPU's place, and
+    CUDA's copies are those of `tests/cuda_runtime.py`."""
+    runtime = Runtime(Random(0), at_once=True)
     monkeypatch.setattr(local_gpu, "load_runtime", lambda: None)
     monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
     monkeypatch.setattr(device_code, "check", lambda _path, _arch: ())
+    monkeypatch.setattr(streams, "cuda_runtime", lambda: runtime)
     monkeypatch.setattr(tvm, "cuda", tvm.cpu)
-    examples = [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)]
+    return runtime
+
+
+def run(conv: Compiled, examples: list[NDArray[Any]], engines: Engines) -> Ran:
     gpu = OnGpu(json.loads(canonical_json(to_json(gpu_identity_of(H100)))))
-    ran = run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [[x] for x in examples], 3, 1e-4, {"engine": lambda: None})
+    return run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [[x] for x in examples], 3, 1e-4, lambda: engines)
+
+
+def test_times_of_a_gpu(conv: Compiled, no_gpu: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library answers every example; its computation, its copies, both one after the other and both overlapped are
+    timed apart, in turns with the engines. An engine that fails meanwhile has no time, and its reason is told."""
+    examples = [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)]
+    tired = iter(range(4))
+    engines = Engines()
+    engines.add("engine", {"version": "1"}, lambda: (lambda: None, {"precision": "any"}))
+    engines.add("tired", {"version": "2"}, lambda: (lambda: next(tired), {}))
+    ran = run(conv, examples, engines)
     session = onnxruntime.InferenceSession(str(conv.reference), providers=["CPUExecutionProvider"])
     for x, [got] in zip(examples, ran.outputs["untuned"], strict=True):
         assert np.allclose(got, session.run(None, {"x": x})[0], atol=1e-4)
     assert {name: len(samples) for name, samples in ran.samples_s.items()} == {"engine": 3, "untuned": 3}
     assert {part: len(samples) for part, samples in ran.parts_s["untuned"].items()} == dict.fromkeys(PARTS, 3)
+    # Of one inference, though a call streams up to 64 of them: here that is no faster than one after the other.
+    assert min(ran.parts_s["untuned"]["overlapped"]) < 10 * max(ran.parts_s["untuned"]["with_copies"])
+    assert ran.engines == {
+        "engine": {"version": "1", "precision": "any"},
+        "tired": {"version": "2", "unavailable": "StopIteration"},
+    }
+    assert no_gpu.is_empty()
     monkeypatch.undo()
     monkeypatch.setattr(local_gpu, "expect", lambda _identity: None)
     with pytest.raises(LibraryRefused, match=r"the untuned library: .* holds no GPU kernel"):
-        run_on_gpu(gpu, {"untuned": str(conv.untuned)}, [], 3, 1e-4, {})
+        run(conv, [], Engines())
+
+
+def test_a_stream_with_other_answers(conv: Compiled, no_gpu: Runtime) -> None:
+    """A library that answers otherwise when inferences are streamed, as one would whose copies do not wait for its
+    computation, is refused before anything is timed."""
+    no_gpu.forgotten = lambda name, stream: (name, stream) == ("cudaStreamWaitEvent", LEGACY)
+    no_gpu.random = None
+    with pytest.raises(LibraryRefused, match="answers otherwise when inferences are streamed"):
+        run(conv, [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)], Engines())
+    assert no_gpu.is_empty()

@@ -412,6 +412,7 @@ def test_fresh_process(conv: Compiled, tmp_path: Path) -> None:
     assert answer["checks"]["untuned"]["ok"] is True
     engines = {engine for engine, version in baselines.available().items() if version is not None}
     assert set(answer["samples_s"]) == {"untuned", *engines}
+    assert answer["engines"] == {name: {"version": baselines.available()[name]} for name in engines}
     assert all(sample > 0 for samples in answer["samples_s"].values() for sample in samples)
     program = (
         "import sys, tvm; from workers.packaging.reference import *; "
