@@ -27,6 +27,7 @@ CONCAT_ATTR: Final = "tunery.concat"
 LAYOUT_ATTR: Final = "tunery.layout"
 _INTEGER: Final = re.compile(r"int8_")
 _QUANTIZING: Final = re.compile(r".*quantize")
+_MAKE_ARRAY: Final = tvm.ir.Op.get("tirx.tvm_stack_make_array")
 #: Vectors are read and written whole: no tensor begins within a cache line.
 _ALIGNMENT: Final = 64
 
@@ -100,7 +101,7 @@ class PlaceIntermediates:
                     module[variable] = _Placement(module, main, plan).function()
                     placed = True
         for variable, function in list(module.functions.items()) if placed else ():
-            if isinstance(function, tvm.tirx.PrimFunc):
+            if isinstance(function, tvm.tirx.PrimFunc) and not _hands_on_arrays(function):
                 module[variable] = _accept_offsets(function)
         return module
 
@@ -147,8 +148,12 @@ class _Placement:
                     if not isinstance(value, relax.Var):
                         tensor.first = min(tensor.first, index)
                     tensor.last = index
+            kernel = self._kernel(value)
+            if kernel is not None and _hands_on_arrays(kernel):
+                for position in shown:
+                    self._order[position].escapes = True
             # A call of a kernel returns nothing. Whatever else is given a tensor may return a view of it.
-            self._behind[binding.var] = set() if self._kernel(value) is not None else shown
+            self._behind[binding.var] = set() if kernel is not None else shown
         for variable in _variables(self._main.body.body):
             for position in self._behind.get(variable, ()):
                 self._order[position].escapes = True
@@ -260,6 +265,14 @@ def _only_moves(function: tvm.tirx.PrimFunc) -> bool:
     stored: list[Any] = []
     tvm_ffi.structural_walk(function.body, (tvm.tirx.BufferStore, lambda store: stored.append(store.value)))
     return read == written and all(isinstance(value, tvm.ir.TensorLoad) for value in stored)
+
+
+def _hands_on_arrays(function: tvm.tirx.PrimFunc) -> bool:
+    """Whether it has TVM's runtime do something with its tensors, as sorting: that is told where their storages begin,
+    not where they lie within."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(function.body, (tvm.ir.Call, lambda call: found.append(call.op)))
+    return any(op.same_as(_MAKE_ARRAY) for op in found)
 
 
 def _accept_offsets(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:

@@ -12,7 +12,7 @@ import pytest
 from onnx import ModelProto
 
 from tests.samples import make_key
-from tests.workers.conftest import Host, lower
+from tests.workers.conftest import Host, differences, lower
 from tests.workers.graph.nets import Net
 from tests.workers.graph.test_graphs import densenet, resnet
 from tests.workers.graph.test_operators import attention
@@ -97,3 +97,16 @@ def test_the_plan_of_a_compiled_library(host: Host, tmp_path: Path) -> None:
     plan = library.compile_library(module, host.target, tmp_path / "it.so")
     assert plan.kernels.total() >= 6
     assert plan.planned_bytes < plan.unplanned_bytes
+
+
+def ranked() -> ModelProto:
+    """The largest three, by their values and by what lies in their places elsewhere, and nothing of them given out."""
+    net = Net()
+    values = net("TopK", net("Relu", net.input(2, 9)), net.constant(np.array([3])), axis=1, outputs=2)
+    chosen = net("GatherElements", net("Neg", net.input(2, 9)), f"{values}_1", axis=1)
+    return net.model(net("Mul", net("Exp", values), chosen))
+
+
+def test_what_is_handed_to_the_runtime(host: Host, tmp_path: Path) -> None:
+    """Tensors that TVM's runtime sorts, or sorts into, share no storage: it reads and writes at a storage's begin."""
+    assert differences(ranked(), host, tmp_path) == []
