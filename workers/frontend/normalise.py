@@ -68,7 +68,7 @@ def batch_normalization(graph: Graph, node: NodeProto) -> bool:
 
 
 def layer_normalization(graph: Graph, node: NodeProto) -> bool:
-    """The importer answers 0 for mean and deviation, and cannot normalise over every axis."""
+    """The importer answers 0 for mean and deviation, and cannot normalise over every axis; TVM cannot float64."""
     given = graph.attributes(node)
     x, scale = node.input[0], node.input[1]
     shape = graph.shape(x)
@@ -76,7 +76,7 @@ def layer_normalization(graph: Graph, node: NodeProto) -> bool:
         return False
     axis = given.get("axis", -1) % len(shape)
     mean_name, inverse_name = graph.used(node, 1), graph.used(node, 2)
-    if not mean_name and not inverse_name and axis > 0:
+    if not mean_name and not inverse_name and axis > 0 and graph.dtype(x) != TensorProto.DOUBLE:
         return False
     axes = list(range(axis, len(shape)))
     stash = given.get("stash_type", TensorProto.FLOAT)
@@ -258,12 +258,61 @@ def clip(graph: Graph, node: NodeProto) -> bool:
 
 def reduce_bool(graph: Graph, node: NodeProto) -> bool:
     """TVM has no largest or smallest of truths."""
+    if reduction(graph, node):
+        return True
     if graph.dtype(node.input[0]) != TensorProto.BOOL:
         return False
     numbers = graph.cast(node.input[0], TensorProto.UINT8)
     reduced = graph.op(node.op_type, [numbers, *node.input[1:]], **graph.attributes(node))
     graph.cast(reduced, TensorProto.BOOL, node.output[0])
     return True
+
+
+def reduction(graph: Graph, node: NodeProto) -> bool:
+    """Over no axes, where that does not stand for all, the importer hands its input on; each element is still reduced
+    by itself."""
+    given, axes = graph.attributes(node), graph.value(node, 1)
+    if not given.get("noop_with_empty_axes", 0) or "axes" in given:
+        return False
+    if graph.input(node, 1) and (axes is None or axes.size):
+        return False
+    x, output = node.input[0], node.output[0]
+    if node.op_type in ("ReduceL1", "ReduceL2"):
+        graph.op("Abs", [x], output)
+    elif node.op_type == "ReduceLogSum":
+        graph.op("Log", [x], output)
+    elif node.op_type == "ReduceSumSquare":
+        graph.op("Mul", [x, x], output)
+    else:
+        graph.op("Identity", [x], output)
+    return True
+
+
+def reduce_mean(graph: Graph, node: NodeProto) -> bool:
+    """TVM's mean of int32 is an int64."""
+    if reduction(graph, node):
+        return True
+    if graph.dtype(node.input[0]) != TensorProto.INT32:
+        return False
+    wide = graph.cast(node.input[0], TensorProto.INT64)
+    mean = graph.op("ReduceMean", [wide, *node.input[1:]], **graph.attributes(node))
+    graph.cast(mean, TensorProto.INT32, node.output[0])
+    return True
+
+
+def equal(graph: Graph, node: NodeProto) -> bool:
+    """LLVM is given a comparison of floats for truths, and does not compile it."""
+    if graph.dtype(node.input[0]) != TensorProto.BOOL:
+        return False
+    graph.op("Not", [graph.op("Xor", list(node.input))], node.output[0])
+    return True
+
+
+def top_k(graph: Graph, node: NodeProto) -> bool:
+    """TVM's runtime finds out that it cannot sort int16 when it is asked to."""
+    if graph.dtype(node.input[0]) == TensorProto.INT16:
+        raise graph.refuse(node, "int16 is not sorted; cast its input to int32")
+    return False
 
 
 def one_hot(graph: Graph, node: NodeProto) -> bool:
@@ -344,6 +393,7 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "Clip": clip,
     "ConvTranspose": conv_transpose,
     "Dropout": dropout,
+    "Equal": equal,
     "EyeLike": eye_like,
     "IsInf": is_inf,
     "LayerNormalization": layer_normalization,
@@ -354,13 +404,18 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "Pow": power,
     "RMSNormalization": rms_normalization,
     "ReduceMax": reduce_bool,
+    "ReduceMean": reduce_mean,
     "ReduceMin": reduce_bool,
+    **dict.fromkeys(
+        (f"Reduce{of}" for of in ("L1", "L2", "LogSum", "LogSumExp", "Prod", "Sum", "SumSquare")), reduction
+    ),
     "Resize": resize,
     "SequenceErase": sequence_position,
     "SequenceInsert": sequence_position,
     "Shape": shape_of,
     "Size": shape_of,
     "Softplus": softplus,
+    "TopK": top_k,
     "SpaceToDepth": space_to_depth,
     "Upsample": upsample,
     **lacking.REWRITES,
