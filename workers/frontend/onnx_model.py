@@ -71,6 +71,10 @@ _SHAPES_FROM: Final[Mapping[str, tuple[int, ...]]] = {
     "Range": (0, 1, 2),
     "Resize": (2, 3),
 }
+#: Inputs whose numbers decide how long a result is, by their places.
+_LENGTHS_FROM: Final[Mapping[str, tuple[int, ...]]] = {
+    "Compress": (1,), "NonMaxSuppression": (0, 1, 2, 3, 4), "NonZero": (0,), "Unique": (0,),
+}  # fmt: skip
 #: Operators that tell of a tensor's shape or type, or of a sequence's length, and of no numbers in it.
 _SHAPES_ONLY: Final = frozenset({"CastLike", "EyeLike", "OptionalHasElement", "SequenceLength", "Shape", "Size"})
 
@@ -417,6 +421,13 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
                     node.op_type, name_of(node), opset,
                     f": the shape of its result depends on the numbers in input {fed[node.input[place]]!r}; make "
                     f"{node.input[place]!r} a constant of the model",
+                )  # fmt: skip
+        for place in _LENGTHS_FROM.get(node.op_type, ()):
+            if place < len(node.input) and node.input[place] in fed:
+                raise unsupported(
+                    node.op_type, name_of(node), opset,
+                    f": how long its result is depends on the numbers in input {fed[node.input[place]]!r}; end the "
+                    "model before it, and do it in the program that runs the library",
                 )  # fmt: skip
         source = next((fed[name] for name in node.input if name in fed), None)
         if source is not None:

@@ -115,16 +115,45 @@ def test_shapes_that_are_fed(
     check_operators(model)
 
 
-def positions() -> ModelProto:
-    return make_model(
-        [helper.make_node("NonZero", ["x"], ["y"])], [port("x", 2, 3)], [port("y", 2, "n", dtype=TensorProto.INT64)]
-    )
+@pytest.mark.parametrize("operator", ["NonZero", "Unique", "Compress", "NonMaxSuppression"])
+def test_lengths_that_depend_on_data(operator: str, tmp_path: Path) -> None:
+    """A node whose result is as long as the numbers fed make it is refused by its name, with what to do instead; one of
+    constants is folded."""
+    given, kinds = {
+        "Compress": (["y", "kept"], [port("x", 2, 3), port("kept", 2, dtype=TensorProto.BOOL)]),
+        "NonMaxSuppression": (["y", "scores", "most"], [port("x", 1, 8, 4), port("scores", 1, 1, 8)]),
+    }.get(operator, (["y"], [port("x", 2, 3)]))
+    node = helper.make_node(operator, given, ["z"], name="the node", **({"axis": 0} if operator == "Compress" else {}))
+    model = make_model(
+        [helper.make_node("Relu", ["x"], ["y"]), node], kinds, [port("z")], {"most": np.array([3])}
+    )  # fmt: skip
+    with pytest.raises(
+        UnsupportedOperator, match=f"{operator} .node 'the node'.* how long its result is .*; end the model"
+    ):
+        check_operators(model)
+    for port_ in kinds:
+        shape = [dim.dim_value for dim in port_.type.tensor_type.shape.dim]
+        array = np.ones(shape, bool if port_.name == "kept" else np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, port_.name))
+    check_operators(model)
 
 
 def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
-    """A model whose shapes are known when it has run, and not before, fails at import and says so."""
+    """Where nobody has looked, in a function, a shape that is known when the model has run, and not before, fails the
+    import, and is said."""
+    model = make_model(
+        [helper.make_node("places", ["x"], ["y"], domain="mine")],
+        [port("x", 2, 3)],
+        [port("y", 2, "n", dtype=TensorProto.INT64)],
+        functions=[
+            helper.make_function(
+                "mine", "places", ["a"], ["b"], [helper.make_node("NonZero", ["a"], ["b"])],
+                [helper.make_opsetid("", 17)],
+            )
+        ],
+    )  # fmt: skip
     with pytest.raises(ImportFailed, match=r"output 'y' has the shape .* which depends on the data"):
-        import_onnx(save(positions(), tmp_path), (TensorSpec("x", "float32", (2, 3)),), tmp_path)
+        import_onnx(save(model, tmp_path), (TensorSpec("x", "float32", (2, 3)),), tmp_path)
 
 
 def test_body_with_an_unsupported_operator(tmp_path: Path) -> None:
