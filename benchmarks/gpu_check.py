@@ -3,22 +3,24 @@
     benchmarks/gpu_check.sh --out gpu_check.json                     # on a machine with a GPU: installs what is needed
     python benchmarks/gpu_check.py --arch sm_87 --arch sm_90         # anywhere: compiles, and reads back what for
 
-Kernels have TVM's default schedules: this says that the lane works, not how fast it can be. Times are medians over
-rounds, each ended by waiting for the device; copies to the device and back are timed apart from the computation, whose
-inputs lie on the device already. Exit status 1: an output is farther from ONNX Runtime's than half precision explains.
+Kernels have TVM's default schedules: this says that the lane works, not how fast it can be. Libraries are run and timed
+as a worker does it (`workers.packaging.on_gpu`), beside the engines that are installed, and then loaded as a user's
+program does it (`service.loading`). Exit status 1: an output is farther from ONNX Runtime's than half precision
+explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import model_zoo
 import numpy as np
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
-from tuning_db.keys import DeviceIdentity, TensorSpec, to_json
+from tuning_db.keys import DeviceIdentity, Json, TensorSpec, to_json
 from workers.devices import local_cpu, local_gpu
 from workers.devices.identity import UnusableDevice
 
@@ -36,6 +38,7 @@ Array = NDArray[np.float32]
 #: The largest difference that is allowed, relative to the output's largest magnitude: float16 has 11 bits.
 TOLERANCE: Final = 1e-2
 ROUNDS: Final = 30
+MIN_SAMPLE_S: Final = 0.02
 
 console = Console(highlight=False)
 
@@ -88,43 +91,57 @@ def compile_for(model: Path, target_json: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(model: Path, library: Path) -> dict[str, Any]:
-    """Difference from ONNX Runtime on the CPU, and seconds of computation, of copies, and of all together."""
-    import tvm
-    from tvm import relax
+def run(model: Path, library: Path, identity: DeviceIdentity) -> dict[str, Any]:
+    """How far the library is from ONNX Runtime on the CPU, as a worker and as a program runs it, and median seconds of
+    an inference: computation alone, one at a time with its copies, and streamed so that copies overlap computation."""
+    from workers.packaging import gpu_baselines
+    from workers.packaging.on_gpu import OnGpu, run_on_gpu
 
-    device = tvm.cuda(0)
-    machine = relax.VirtualMachine(tvm.runtime.load_module(str(library)), device)
-    feeds = model_zoo.inputs_for(model)
+    feeds = [model_zoo.inputs_for(model, seed) for seed in (1, 2, 3)]
     session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
-    wanted = session.run(None, feeds)
-    arguments = [tvm.runtime.tensor(array, device) for array in feeds.values()]
+    wanted = [session.run(None, feed) for feed in feeds]
+    label, threads = model.stem, len(os.sched_getaffinity(0))
+    ran = run_on_gpu(
+        OnGpu(cast("dict[str, Json]", to_json(identity))),
+        {label: str(library)},
+        [list(feed.values()) for feed in feeds],
+        ROUNDS,
+        MIN_SAMPLE_S,
+        lambda: gpu_baselines.on_gpu(model, feeds[0], threads, half=True),
+    )
+    answers = {"worker": ran.outputs[label], **loaded(model, library, identity, feeds)}
+    worst = {
+        name: max(
+            relative_difference(a, b) for each in zip(wanted, got, strict=True) for a, b in zip(*each, strict=True)
+        )
+        for name, got in answers.items()
+    }
+    seconds = {"computation": ran.samples_s[label], **ran.parts_s[label]}
+    return {
+        "difference": worst,
+        "ok": max(worst.values()) <= TOLERANCE,
+        "median_s": {part: statistics.median(taken) for part, taken in seconds.items()},
+        "engines": {
+            name: {**told, "median_s": statistics.median(ran.samples_s[name]) if name in ran.samples_s else None}
+            for name, told in ran.engines.items()
+        },
+    }
 
-    def compute() -> list[Any]:
-        result = machine["main"](*arguments)
-        device.sync()
-        return [result] if hasattr(result, "numpy") else list(result)
 
-    def copy_in() -> None:
-        for argument, array in zip(arguments, feeds.values(), strict=True):
-            argument.copyfrom(array)
-        device.sync()
+def loaded(
+    model: Path, library: Path, identity: DeviceIdentity, feeds: list[dict[str, Array]]
+) -> dict[str, list[list[Array]]]:
+    """What the library answers when it was fetched and loaded: called, and streamed."""
+    from service.loading import load
 
-    outputs = compute()
-
-    def copy_out() -> list[Any]:
-        return [output.numpy() for output in outputs]
-
-    def whole() -> None:
-        nonlocal outputs
-        copy_in()
-        outputs = compute()
-        copy_out()
-
-    worst = max(relative_difference(a, b) for a, b in zip(wanted, copy_out(), strict=True))
-    seconds = {step.__name__: median_s(step) for step in (compute, copy_in, copy_out, whole)}
-    seconds["onnxruntime_cpu"] = median_s(lambda: session.run(None, feeds), rounds=5)
-    return {"difference": worst, "ok": worst <= TOLERANCE, "median_s": seconds}
+    folder = library.with_suffix("")
+    folder.mkdir()
+    (folder / "library.so").symlink_to(library)
+    inputs = [TensorSpec(name, str(array.dtype), array.shape) for name, array in feeds[0].items()]
+    manifest = {"key_fields": {"device": to_json(identity)}, "inputs": to_json(inputs)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    ready = load(folder)
+    return {"called": [ready(feed) for feed in feeds], "streamed": list(ready.stream(feeds))}
 
 
 def relative_difference(wanted: Array, got: Array) -> float:
@@ -132,18 +149,6 @@ def relative_difference(wanted: Array, got: Array) -> float:
     if wanted.shape != got.shape or not np.isfinite(got).all():
         return float("inf")
     return float(np.abs(wanted - got).max() / np.abs(wanted).max())
-
-
-def median_s(step: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of one call, after some that warm up."""
-    for _ in range(3):
-        step()
-    samples = []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        step()
-        samples.append(time.perf_counter() - start_s)
-    return statistics.median(samples)
 
 
 def targets(archs: list[str]) -> dict[str, str]:
@@ -162,6 +167,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write everything as JSON")
     options = parser.parse_args()
     found: dict[str, Any] = {}
+    identity = None
     if options.arch:
         by_arch: Mapping[str, str] = targets(options.arch)
     else:
@@ -185,8 +191,8 @@ def main() -> int:
         for arch, target in by_arch.items():
             for model in models:
                 result = compile_for(model, target, Path(folder))
-                if not options.arch:
-                    result |= run(model, Path(result["library"]))
+                if identity is not None:
+                    result |= run(model, Path(result["library"]), identity)
                 found[f"{model.stem} {arch}"] = result
                 console.print(f"[bold]{model.stem}[/bold] for {arch}: {json.dumps(result)}")
     if options.out:

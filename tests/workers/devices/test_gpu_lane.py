@@ -18,9 +18,12 @@ import onnxruntime
 import pytest
 import tvm
 from numpy.typing import NDArray
+from onnx import ModelProto, numpy_helper
 from pydantic import ValidationError
 
+from service import loading
 from tests.cuda_runtime import LEGACY, Runtime
+from tests.deployment.dockerfiles import ROOT
 from tests.e2e.conftest import TUNERY
 from tests.samples import make_key
 from tests.workers.conftest import Compiled
@@ -188,3 +191,35 @@ def test_a_stream_with_other_answers(conv: Compiled, no_gpu: Runtime) -> None:
     with pytest.raises(LibraryRefused, match="answers otherwise when inferences are streamed"):
         run(conv, [example_inputs(conv.inputs, seed)["x"] for seed in (0, 1)], Engines())
     assert no_gpu.is_empty()
+
+
+def test_the_check_of_a_gpu(conv: Compiled, no_gpu: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/gpu_check.py` runs a library as a worker does and as a program does, called and streamed, and tells
+    both latencies and the engines; a library that computes something else fails it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(loading, "load_cudart", lambda: None)
+    monkeypatch.setattr(tvm.runtime.Device, "compute_version", property(lambda _device: "9.0"))
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "ROUNDS", 3)
+    monkeypatch.setattr(gpu_check, "MIN_SAMPLE_S", 1e-4)
+    identity = gpu_identity_of(H100)
+    library, other = tmp_path / "library.so", tmp_path / "other.so"
+    for path in (library, other):
+        path.symlink_to(conv.untuned)
+    result = gpu_check.run(Path(save(of_weights(1), tmp_path)), library, identity)
+    assert result["ok"] is True
+    assert sorted(result["difference"]) == ["called", "streamed", "worker"]
+    assert sorted(result["median_s"]) == sorted(["computation", *PARTS])
+    assert result["engines"]["onnxruntime"]["median_s"] > 0
+    assert gpu_check.run(Path(save(of_weights(2), tmp_path)), other, identity)["ok"] is False
+    assert no_gpu.is_empty()
+
+
+def of_weights(times: float) -> ModelProto:
+    """`conv_bn_relu` for one image, its weights times this."""
+    model = conv_bn_relu()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    weights = next(each for each in model.graph.initializer if len(each.dims) == 4)
+    weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * np.float32(times), weights.name))
+    return model
