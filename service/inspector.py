@@ -108,14 +108,11 @@ class Inspector:
         """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work,
         InvalidRequest for an exclusion that names no node, or weights that are too large to be quantized."""
         bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
-        arguments = ["--bind", json.dumps(bindings, sort_keys=True)]
-        exclude = None
+        asked = json.dumps({"inputs": bindings, "exclude": quantization.exclude}, sort_keys=True)
+        arguments = ["--bind"]
         if quantization.scheme != "none":
             arguments += ["--scheme", quantization.scheme]
-        if quantization.exclude:
-            arguments.append("--exclude")
-            exclude = json.dumps(quantization.exclude).encode()
-        await self._ask(path, sha256, _MODEL, *arguments, stdin=exclude)
+        await self._ask(path, sha256, _MODEL, *arguments, stdin=asked.encode())
 
     async def nodes(self, path: Path, sha256: str) -> tuple[list[tuple[str, str]], int]:
         """Name and operator of the nodes that int8 can leave out, and how many more there are."""

@@ -62,6 +62,17 @@ def test_one_request_does_it_all(service: Service, model: str, batch: int) -> No
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
+def test_more_inputs_than_an_argument_holds(service: Service) -> None:
+    """A model with thousands of inputs, bound by its own shapes, is a job like any other."""
+    inputs = [helper.make_tensor_value_info(f"{index}_of_the_inputs", TensorProto.FLOAT, [2]) for index in range(4000)]
+    sum_of_two = helper.make_node("Add", [inputs[0].name, inputs[-1].name], ["y"])
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])
+    graph = helper.make_graph([sum_of_two], "graph", inputs, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    answer = service.http.post("/v1/jobs", json={"model": service.upload(model.SerializeToString())})
+    assert answer.status_code == 201, answer.text
+
+
 @pytest.mark.parametrize(
     ("files", "field"),
     [

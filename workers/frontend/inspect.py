@@ -1,11 +1,11 @@
-"""`python -m workers.frontend.inspect FILE [--bind JSON [--scheme NAME] [--exclude] | --nodes | --calibration]`: parse
-an untrusted upload in a process that may die.
+"""`python -m workers.frontend.inspect FILE [--bind [--scheme NAME] | --nodes | --calibration]`: parse an untrusted
+upload in a process that may die.
 
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
-"inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``,
-``{name: {"dtype", "shape"}}``, it also binds the shapes, infers all others and checks the operators that are left, with
-``--scheme`` that weights so large can be quantized, and with ``--exclude`` that each name in a JSON list on standard
-input may be a node's. With ``--nodes`` the answer is
+"inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``
+there is ``{"inputs": {name: {"dtype", "shape"}}, "exclude": [name]}`` on standard input, as no argument may be as long:
+it also binds the shapes, infers all others and checks the operators that are left, that each name to be excluded may be
+a node's, and with ``--scheme`` that weights so large can be quantized. With ``--nodes`` the answer is
 ``{"ok": true, "nodes": [{"node", "operator"}], "more"}``: those that int8 can leave out, and how many are not told.
 With ``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
 `workers.frontend.convert` makes into ONNX it says no more than ``{"ok": true, "convert": format}``.
@@ -142,12 +142,11 @@ def _refusal(error: InvalidRequest) -> dict[str, Json]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.frontend.inspect", description=__doc__)
     parser.add_argument("file", type=Path)
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--bind", type=json.loads)
-    asked.add_argument("--nodes", action="store_true")
-    asked.add_argument("--calibration", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--bind", action="store_true")
+    kind.add_argument("--nodes", action="store_true")
+    kind.add_argument("--calibration", action="store_true")
     parser.add_argument("--scheme")
-    parser.add_argument("--exclude", action="store_true")
     options = parser.parse_args(arguments)
     limit_resources(options.file.stat().st_size)
     if options.calibration:
@@ -158,8 +157,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.nodes:
         answer(lambda: list_nodes(options.file), too_large)
     else:
-        exclude = json.load(sys.stdin) if options.exclude else ()
-        answer(lambda: inspect(options.file, options.bind, exclude, options.scheme), too_large)
+        asked: dict[str, Any] = json.load(sys.stdin) if options.bind else {"inputs": None, "exclude": []}
+        answer(lambda: inspect(options.file, asked["inputs"], asked["exclude"], options.scheme), too_large)
     return 0
 
 

@@ -23,9 +23,11 @@ from workers.frontend import onnx_model
 
 def start(path: Path, bind: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "workers.frontend.inspect", str(path)]
+    asked = None
     if bind is not None:
-        command += ["--bind", json.dumps(bind)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        command.append("--bind")
+        asked = json.dumps({"inputs": bind, "exclude": []})
+    return subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60, check=False)
 
 
 def inspect(path: Path, bind: dict[str, Any] | None = None) -> dict[str, Any]:
