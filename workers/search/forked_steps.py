@@ -26,6 +26,7 @@ from workers.search.cost_model import CostModel
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.dot import register_intrinsics
+from workers.search.templates.gpu_fragments import register_fragments
 from workers.search.templates.knobs import Config, Cpu, Gpu, Template
 
 #: Types of weights whose copies are read in turns.
@@ -39,6 +40,7 @@ def to_tvm_workload(workload: Workload) -> ms.database.Workload:
 def schedule_of(workload: Workload, trace: str, *, seed: int = 1) -> tvm.s_tir.Schedule:
     """The workload's module with the trace applied, its postprocessing included."""
     register_intrinsics(trace)
+    register_fragments(trace)
     schedule = tvm.s_tir.Schedule(to_tvm_workload(workload).mod, seed=seed, error_render_level="fast")
     tvm.s_tir.schedule.Trace.apply_json_to_schedule(json.loads(trace), schedule)
     return schedule

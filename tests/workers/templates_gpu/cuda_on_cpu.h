@@ -35,6 +35,7 @@ static std::vector<char> stacks;
 static ucontext_t scheduler;
 static int current;
 static void (*body)();
+static const char* fault;  // what a GPU would have refused
 constexpr int stack_bytes = 256 << 10, warp = 32;
 
 inline void wait(State state, int line) {
@@ -48,8 +49,7 @@ inline void enter() {
   all[current].state = done;
   swapcontext(&all[current].context, &scheduler);
 }
-// 0, or the line of a barrier that some threads do not reach.
-inline int run_block(bool descending) {
+inline void run_block(bool descending) {
   int count = int(all.size());
   for (;;) {
     bool ran = false;
@@ -69,15 +69,16 @@ inline int run_block(bool descending) {
     int waiting = 0, line = 0;
     for (Fiber& fiber : all)
       if (fiber.state == at_block) {
-        if (waiting && fiber.line != line) return line;
+        if (waiting && fiber.line != line) fault = "threads wait at different barriers";
         ++waiting, line = fiber.line;
       }
-    if (!waiting) return 0;
-    if (waiting < count) return line;
+    if (waiting && waiting < count) fault = "some threads do not reach a barrier";
+    if (!waiting || fault) return;
     for (Fiber& fiber : all) fiber.state = ready;
   }
 }
-inline int launch(void (*kernel)(), dim3 grid, dim3 block, bool descending) {
+// What a GPU would have refused, or nothing.
+inline const char* launch(void (*kernel)(), dim3 grid, dim3 block, bool descending) {
   int count = block.x * block.y * block.z;
   body = kernel;
   gridDim = grid;
@@ -98,9 +99,10 @@ inline int launch(void (*kernel)(), dim3 grid, dim3 block, bool descending) {
           fiber.index = {i % block.x, i / block.x % block.y, i / block.x / block.y};
           makecontext(&fiber.context, enter, 0);
         }
-        if (int line = run_block(descending)) return line;
+        run_block(descending);
+        if (fault) return fault;
       }
-  return 0;
+  return nullptr;
 }
 template <class T> T exchange(T value, int lane, int width) {
   static_assert(sizeof(T) <= 16);
@@ -184,7 +186,12 @@ template <class Use, int m, int n, int k, class T, class Layout = row_major> str
 template <class F, class V> void fill_fragment(F& f, V value) {
   for (auto& row : f.at) for (auto& x : row) x = value;
 }
+// What CUDA asks of addresses: 32 bytes for a fragment, 16 for the way from line to line.
+inline void check(const void* p, size_t line_bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % 32 || line_bytes % 16) fibers::fault = "a fragment is not aligned";
+}
 template <class F, class T> void load_matrix_sync(F& f, const T* p, unsigned stride) {
+  check(p, stride * sizeof(T));
   fibers::wait(fibers::at_warp, 0);
   for (int i = 0; i < F::rows; ++i)
     for (int j = 0; j < F::columns; ++j) f.at[i][j] = F::turned ? p[j * stride + i] : p[i * stride + j];
@@ -200,6 +207,7 @@ template <class D, class A, class B, class C> void mma_sync(D& d, const A& a, co
   d = result;
 }
 template <class T, class F> void store_matrix_sync(T* p, const F& f, unsigned stride, layout_t layout) {
+  check(p, stride * sizeof(T));
   fibers::wait(fibers::at_warp, 0);
   for (int i = 0; i < F::rows; ++i)
     for (int j = 0; j < F::columns; ++j) p[layout == mem_row_major ? i * stride + j : j * stride + i] = f.at[i][j];

@@ -28,6 +28,10 @@ _KERNEL: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((
 _EMPTY: Final = ("cuda.h", "cuda_fp16.h", "mma.h", "sm_61_intrinsics.h")
 
 
+#: Shared memory that is shared out at launch: what every GPU grants.
+_DYNAMIC_BYTES: Final = 48 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One launch of a scheduled function."""
@@ -82,7 +86,7 @@ def compiler() -> str | None:
 def run(schedule: s_tir.Schedule, arrays: Sequence[Array], *, descending: bool = False) -> None:
     """Run the schedule's function on the arrays, its outputs among them, which are written in place.
 
-    RuntimeError if a barrier is not reached by every thread.
+    RuntimeError if a barrier is not reached by every thread, or a fragment of tensor cores is not aligned.
     """
     function = schedule.mod["main"]
     named = {f"argument_{number}": array for number, array in enumerate(arrays)}
@@ -103,9 +107,10 @@ def run(schedule: s_tir.Schedule, arrays: Sequence[Array], *, descending: bool =
             assert not bound or int(bound) == np.prod(kernel.block), (name, bound, kernel)
             pointers = [_pointer(named, parameter) for parameter in parameters.split(", ")]
             sizes = (ctypes.c_int * 6)(*kernel.grid, *kernel.block)
-            line = library.launch(number, (ctypes.c_void_p * len(pointers))(*pointers), sizes, int(descending))
-            if line:
-                raise RuntimeError(f"not every thread reaches the barrier of {name}: {source.splitlines()[line - 1]}")
+            library.launch.restype = ctypes.c_char_p
+            fault = library.launch(number, (ctypes.c_void_p * len(pointers))(*pointers), sizes, int(descending))
+            if fault:
+                raise RuntimeError(f"{name}: {fault.decode()}")
 
 
 def _kernels(source: str) -> list[tuple[str, str, str]]:
@@ -133,10 +138,11 @@ def _compile(source: str, folder: Path) -> Path:
         types = [parameter.rsplit(" ", 1)[0].replace("__restrict__", "") for parameter in parameters.split(", ")]
         arguments = ", ".join(f"({kind})fibers_arguments[{i}]" for i, kind in enumerate(types))
         launches.append(f"case {number}: body = [] {{ {name}({arguments}); }}; break;")
-    text = source.replace("__shared__ alignas(64)", "alignas(64) static").replace("__shared__", "static")
+    text = re.sub(r"extern __shared__ .*? (\w+)\[\];", rf"alignas(1024) static uchar \1[{_DYNAMIC_BYTES}];", source)
+    text = text.replace("__shared__ alignas(64)", "alignas(64) static").replace("__shared__", "static")
     text += f"""
 static void** fibers_arguments;
-extern "C" int launch(int kernel, void** arguments, const int* sizes, int descending) {{
+extern "C" const char* launch(int kernel, void** arguments, const int* sizes, int descending) {{
   void (*body)() = nullptr;
   fibers_arguments = arguments;
   switch (kernel) {{ {" ".join(launches)} }}

@@ -11,6 +11,7 @@ from typing import Any, Final
 from tvm import s_tir, tirx
 
 from workers.search.templates import plain
+from workers.search.templates.knobs import Gpu
 from workers.search.templates.plain import Stage
 
 #: Threads that a multiprocessor holds at once, on most architectures.
@@ -18,7 +19,7 @@ RESIDENT_THREADS: Final = 1536
 
 
 def inline_all(schedule: Any) -> list[Any]:
-    """Compute every elementwise block where it is read; the blocks that are left: outputs, reductions, what they need."""
+    """Compute every elementwise block where it is read; the blocks that are left."""
     left = []
     for name, _ in plain.nests(schedule.mod["main"]):
         block = schedule.get_sblock(name)
@@ -104,3 +105,15 @@ def _allowed(inline: Any, block: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+def resident_blocks(threads: int, registers: int, shared_bytes: int, gpu: Gpu) -> int:
+    """Blocks that a multiprocessor holds at once, about."""
+    return max(
+        1,
+        min(
+            RESIDENT_THREADS // threads,
+            gpu.registers // (registers * threads),
+            2 * gpu.shared_bytes // (shared_bytes + 1),
+        ),
+    )

@@ -15,6 +15,8 @@ from workers.search.templates.knobs import Geometry, Gpu
 #: What a template is tried on: a small GPU with everything that any has.
 _TRIED_ON: Final = Gpu(multiprocessors=16, tensor_types=("float16", "int8"))
 
+_LEAST_SIDE: Final = 8
+
 
 def gpu_template(function: tirx.PrimFunc) -> list[tuple[str, dict[str, int]]]:
     """The templates that schedule the function, a lowered one without a schedule, and its geometry for each.
@@ -27,7 +29,11 @@ def gpu_template(function: tirx.PrimFunc) -> list[tuple[str, dict[str, int]]]:
 
 def _candidates(function: tirx.PrimFunc) -> Iterator[tuple[str, Geometry]]:
     if (product := gpu_product.product_of(function)) is not None:
-        yield "gpu-product", product.geometry
+        # Fragments of 16 by 16 are mostly padding for a product that is much smaller.
+        large = min(product.geometry["rows"], product.geometry["columns"], product.geometry["sum"]) >= _LEAST_SIDE
+        names = ["gpu-tensor", "gpu-product"] if large else ["gpu-product", "gpu-tensor"]
+        for name in names if product.geometry["tensor"] else ["gpu-product"]:
+            yield name, product.geometry
     if (elements := gpu_map.geometry_of(function)) is not None:
         yield "gpu-map", elements
 

@@ -21,17 +21,19 @@ import tvm
 from tvm import tirx
 from tvm.s_tir.dlight.gpu.matmul import IterKind, detect_iter_traits, make_iter_fusion_index_map
 
-from workers.search.templates import plain
+from workers.search.templates import gpu_fragments, plain
 from workers.search.templates.gpu_blocks import (
-    RESIDENT_THREADS,
     inline_consumers,
     inline_producer,
     inline_producers,
+    resident_blocks,
     share_fetch,
 )
 from workers.search.templates.knobs import Config, Geometry, Gpu, Template, divisors
 from workers.search.templates.plain import Access, Stage
 
+#: What tensor cores multiply, by a geometry's "tensor"; 0 is none of it.
+TENSOR_TYPES: Final = ("", "float16", "int8")
 #: Choices that are handed to a search at most, and tilings among them.
 _CHOICES: Final = 384
 _TILINGS: Final = 96
@@ -57,9 +59,11 @@ class Product:
 def product_of(function: tirx.PrimFunc) -> Product | None:
     """The function's only reduction, if it is a product of two buffers; None if it is none, or there are others.
 
-    The geometry names sizes, `left_bits` and `right_bits` of the numbers that are multiplied, `sum_bits`, whether they
-    are floats, whether the summed axis is the one along which neighbours in memory lie (`left_along`, `right_along`),
-    and what is computed before (`conditional`) and after (`expensive`).
+    The geometry names sizes; bits of the numbers that are multiplied and summed (`left_bits`, `right_bits`,
+    `sum_bits`), whether they are floats, which of `TENSOR_TYPES` they are; whether neighbours in memory lie along the
+    summed axis (`left_along`, `right_along`); whether an operand is read as windows, and whether it is read address by
+    address (`left_steady`, `right_steady`); what is computed before (`conditional`) and after (`expensive`,
+    `operations`).
     """
     found = plain.nests(function)
     stages = [stage for _, stage in found if stage is not None]
@@ -93,6 +97,7 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
             "sum": sizes["sum"],
             "left_bits": types[left],
             "right_bits": types[1 - left],
+            "tensor": _tensor_type(stage),
             "sum_bits": _bits(stage.written.buffer.dtype),
             "floats": int(str(stage.written.buffer.dtype).startswith("float")),
             "left_along": int(_side_by_side(first, stage, by_kind) == "sum"),
@@ -102,6 +107,8 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
             "operations": sum(other.operations for other in after),
             "left_window": int(_is_window(first, stage)),
             "right_window": int(_is_window(second, stage)),
+            "left_steady": _steady(first, stage, by_kind),
+            "right_steady": _steady(second, stage, by_kind),
         },
     )
 
@@ -128,6 +135,15 @@ def _multiplied(stage: Stage) -> tuple[int, int] | None:
     return first, second
 
 
+def _tensor_type(stage: Stage) -> int:
+    """Which of the `TENSOR_TYPES` are multiplied and summed as tensor cores do; 0 for none of them."""
+    types = {str(access.buffer.dtype) for access in stage.read}
+    sums = gpu_fragments.SUMS
+    return next(
+        (i for i, t in enumerate(TENSOR_TYPES) if types == {t} and str(stage.written.buffer.dtype) == sums.get(t)), 0
+    )
+
+
 def _kind(stage: Stage, position: int) -> str | None:
     """What an axis counts: of extent 1 nothing (""), else what of the operands depends on it."""
     if stage.extents[position] == 1:
@@ -152,6 +168,16 @@ def _axes_of(index: Any, stage: Stage) -> list[int]:
 def _is_window(access: Access, stage: Stage) -> bool:
     """Whether an index adds up axes, as a convolution's do."""
     return any(len(_axes_of(index, stage)) > 1 for index in access.indices)
+
+
+def _steady(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> int:
+    """Whether the axes of the kind along which neighbours lie are walked through address by address, as one axis would
+    be: 0 no, 1 yes, 2 there is but one."""
+    axes = [i for i in by_kind[_side_by_side(access, stage, by_kind)] if _uses(access, stage.variables[i])]
+    steps = access.coefficients([stage.variables[i] for i in axes])
+    if steps != [math.prod(stage.extents[i] for i in axes[position + 1 :]) for position in range(len(axes))]:
+        return 0
+    return 2 if len(axes) == 1 else 1
 
 
 def _side_by_side(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> str:
@@ -271,20 +297,21 @@ class GpuProductTemplate(Template[Gpu]):
     def features(self, geometry: Geometry, config: Config, gpu: Gpu) -> list[float]:
         plan = _plan(geometry, config)
         threads = config["threads_i"] * config["threads_j"]
-        resident = _resident_blocks(threads, plan.registers, plan.shared_bytes, gpu)
+        resident = resident_blocks(threads, plan.registers, plan.shared_bytes, gpu)
         return [
             *(math.log2(1 + geometry[name]) for name in
               ("batch", "rows", "columns", "sum", "expensive", "operations")),
             *(geometry[name] / 32 for name in ("left_bits", "right_bits", "sum_bits")),
             *(float(geometry[name]) for name in
-              ("floats", "left_along", "right_along", "left_window", "right_window", "conditional")),
+              ("floats", "left_along", "right_along", "left_window", "right_window", "left_steady", "right_steady",
+               "conditional")),
             *(math.log2(1 + config[knob]) for knob in self.knobs),
             math.log2(gpu.multiprocessors),
             math.log2(threads),
             math.log2(plan.blocks),
             math.log2(plan.blocks / gpu.multiprocessors),
             plan.blocks / gpu.multiprocessors / math.ceil(plan.blocks / gpu.multiprocessors),
-            math.log2(plan.padded_work / max(1, _work(geometry))),
+            math.log2(plan.padded_work / max(1, work_of(geometry))),
             math.log2(1 + plan.registers * threads / gpu.registers),
             math.log2(1 + plan.shared_bytes / gpu.shared_bytes),
             math.log2(1 + resident * threads / gpu.warp),
@@ -389,7 +416,7 @@ def _plan(geometry: Geometry, config: Config) -> _Plan:
     return _Plan(tile_i, tile_j, blocks, blocks * tile_i * tile_j * summed, own + _OTHER_REGISTERS, shared)
 
 
-def _work(geometry: Geometry) -> int:
+def work_of(geometry: Geometry) -> int:
     return geometry["batch"] * geometry["rows"] * geometry["columns"] * geometry["sum"]
 
 
@@ -469,23 +496,11 @@ def _cost(geometry: Geometry, config: Config, gpu: Gpu) -> float:
     )  # fmt: skip
     barrier = 100 / (config["step"] * own * threads / 128) if stage else 0.0
     rounds = math.ceil(plan.blocks / gpu.multiprocessors)
-    at_once = min(rounds, _resident_blocks(threads, plan.registers, plan.shared_bytes, gpu))
+    at_once = min(rounds, resident_blocks(threads, plan.registers, plan.shared_bytes, gpu))
     # Too few warps cannot hide that each waits.
     idle = max(1.0, _ENOUGH_WARPS / (at_once * math.ceil(threads / gpu.warp)))
     partial = math.ceil(threads / gpu.warp) * gpu.warp / threads
     return rounds * plan.padded_work / plan.blocks * (1 + near + far + barrier) * idle * partial
-
-
-def _resident_blocks(threads: int, registers: int, shared_bytes: int, gpu: Gpu) -> int:
-    """Blocks that a multiprocessor holds at once, about."""
-    return max(
-        1,
-        min(
-            RESIDENT_THREADS // threads,
-            gpu.registers // (registers * threads),
-            2 * gpu.shared_bytes // (shared_bytes + 1),
-        ),
-    )
 
 
 def _lanes(vector: int, side: int, bits: int) -> int:
