@@ -56,6 +56,7 @@ from workers.devices.identity import UnusableDevice
 from workers.devices.lane import lane_of
 from workers.processes import RETRY, bound_memory, die_with_parent
 from workers.said import last_line
+from workers.search.candidates import SKETCHES
 from workers.search.forkserver import ChildFailed, ForkServer, ServerDied
 from workers.search.intrinsics import preload
 from workers.search.templates.knobs import Cpu, Gpu, Template
@@ -237,8 +238,8 @@ class Attempt:
                 raise UnsupportedOption(
                     "nothing is computed in int8 on GPUs by this version; use none", field="quantization.scheme"
                 )
-            # Reading these takes a quarter of a minute, which only a search is worth.
-            intrinsics = "cuda" if search.trials and search.tuner != "none" else ""
+            # Reading these takes a quarter of a minute, and only sketches need them.
+            intrinsics = "cuda" if search.trials and search.tuner in ("auto", SKETCHES) else ""
             make = self._make_for_gpu
         else:
             intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"

@@ -23,6 +23,7 @@ from workers.graph.work import constants_of
 from workers.linker import arch_of, linker_for
 from workers.search.candidates import Built, Candidate, Features, canonical_trace
 from workers.search.cost_model import CostModel
+from workers.search.intrinsics import use_only
 from workers.search.sketches import register_rule_broken
 from workers.search.space import Space
 from workers.search.templates.dot import register_intrinsics
@@ -31,6 +32,8 @@ from workers.search.templates.knobs import Config, Cpu, Gpu, Template
 
 #: Types of weights whose copies are read in turns.
 _WEIGHTS: Final = ("float32", "float16", "int8")
+#: What the trace of a sketch for tensor cores names that is TVM's.
+_CUDA_INTRINSIC: Final = '"wmma_'
 
 
 def to_tvm_workload(workload: Workload) -> ms.database.Workload:
@@ -41,6 +44,8 @@ def schedule_of(workload: Workload, trace: str, *, seed: int = 1) -> tvm.s_tir.S
     """The workload's module with the trace applied, its postprocessing included."""
     register_intrinsics(trace)
     register_fragments(trace)
+    if _CUDA_INTRINSIC in trace:
+        use_only("cuda")
     schedule = tvm.s_tir.Schedule(to_tvm_workload(workload).mod, seed=seed, error_render_level="fast")
     tvm.s_tir.schedule.Trace.apply_json_to_schedule(json.loads(trace), schedule)
     return schedule

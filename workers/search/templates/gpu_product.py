@@ -149,11 +149,11 @@ def _kind(stage: Stage, position: int) -> str | None:
     if stage.extents[position] == 1:
         return ""
     variable = stage.variables[position]
-    used = tuple(_uses(access, variable) for access in (*stage.read, stage.written))
-    return {
+    kinds: dict[tuple[bool, ...], str] = {
         (True, True, True): "batch", (True, False, True): "left", (False, True, True): "right",
         (True, True, False): "sum",
-    }.get(used)  # fmt: skip
+    }  # fmt: skip
+    return kinds.get(tuple(_uses(access, variable) for access in (*stage.read, stage.written)))
 
 
 def _uses(access: Access, variable: Any) -> bool:
@@ -215,7 +215,7 @@ def _has_axes_of(other: Stage, product: Stage, after: Sequence[Stage]) -> bool:
 
 def _read_buffers(stage: Stage, stages: Sequence[Stage]) -> list[Any]:
     """The buffers that a stage reads, directly or through others."""
-    found = []
+    found: list[Any] = []
     pending = [stage]
     while pending:
         for access in pending.pop().read:

@@ -12,5 +12,6 @@ from workers.search.templates.gpu_tensor import GpuTensorTemplate
 from workers.search.templates.knobs import Gpu, Template
 
 GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {
-    template.name: template for template in (GpuMapTemplate(), GpuProductTemplate(), GpuTensorTemplate())
+    template.name: template
+    for template in (GpuDefaultTemplate(), GpuMapTemplate(), GpuProductTemplate(), GpuTensorTemplate())
 }
