@@ -49,7 +49,7 @@ class GpuModel:
 
     def assemble(self, choices: Mapping[str, Choice]) -> tvm.ir.IRModule:
         """The module with every operator as chosen, scheduled."""
-        module = tvm.ir.IRModule(self.module.functions, attrs=self.module.attrs)
+        module = self.module.clone()
         for name, choice in choices.items():
             if choice.trace is not None:
                 function = function_of(choice.variant.workload, choice.trace)

@@ -44,7 +44,7 @@ def kernels(
 def schedule_the_rest(module: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
     """What is left without a schedule gets TVM's default. BuildFailed if a kernel is one that no rule schedules."""
     with target, gpu.pass_context():
-        return gpu.schedule_the_rest()(module)
+        return gpu.schedule_the_rest()(module.clone())  # TVM's pass writes into the module that it is given
 
 
 def lower(
