@@ -525,14 +525,16 @@ def _check_text(message: Message) -> None:
 
 
 class _Values(dict[str, str]):
-    """The hash of each tensor in scope, by its name."""
+    """The hash of each tensor in scope, by its name; `depth` counts the graphs around the scope's."""
+
+    depth: int = 0
 
     def __missing__(self, name: str) -> str:
         # ONNX's checker does not look for the outputs of functions and subgraphs.
         raise InvalidModel(f"the file is not a valid ONNX model: nothing produces the tensor {name!r}")
 
 
-def _hash_graph(graph: GraphProto, values: dict[str, str]) -> None:
+def _hash_graph(graph: GraphProto, values: _Values) -> None:
     """Add the hash of every tensor of `graph` to `values`, which holds its inputs and the enclosing scope."""
     for tensor in graph.initializer:
         values[tensor.name] = _hash_tensor(tensor)
@@ -543,10 +545,11 @@ def _hash_graph(graph: GraphProto, values: dict[str, str]) -> None:
     for node in graph.node:
         digest = _hash_node(node, values)
         for index, name in enumerate(node.output):
-            values[name] = sha256_json(["output", digest, index])
+            if name:  # what a node leaves out is not what others leave out of their inputs
+                values[name] = sha256_json(["output", digest, index])
 
 
-def _hash_node(node: NodeProto, values: Mapping[str, str]) -> str:
+def _hash_node(node: NodeProto, values: _Values) -> str:
     return sha256_json(
         [
             "node",
@@ -555,16 +558,20 @@ def _hash_node(node: NodeProto, values: Mapping[str, str]) -> str:
             [values[name] for name in node.input],
             len(node.output),
             to_json(sorted((a.name, _hash_attribute(a, values)) for a in node.attribute)),
+            # What has none keeps the digest that it had before this was looked at.
+            *([node.overload] if node.overload else []),
         ]
     )
 
 
-def _hash_attribute(attribute: AttributeProto, values: Mapping[str, str]) -> str:
-    if attribute.type == AttributeProto.TENSOR:
+def _hash_attribute(attribute: AttributeProto, values: _Values) -> str:
+    # One that stands for an attribute of the function around it says only which, whatever its type.
+    kind = AttributeProto.UNDEFINED if attribute.ref_attr_name else attribute.type
+    if kind == AttributeProto.TENSOR:
         return _hash_tensor(attribute.t)
-    if attribute.type == AttributeProto.GRAPH:
+    if kind == AttributeProto.GRAPH:
         return _hash_subgraph(attribute.g, values)
-    if attribute.type == AttributeProto.GRAPHS:
+    if kind == AttributeProto.GRAPHS:
         return sha256_json(["graphs", *(_hash_subgraph(g, values) for g in attribute.graphs)])
     plain = AttributeProto()
     plain.CopyFrom(attribute)
@@ -572,10 +579,13 @@ def _hash_attribute(attribute: AttributeProto, values: Mapping[str, str]) -> str
     return hashlib.sha256(plain.SerializeToString(deterministic=True)).hexdigest()
 
 
-def _hash_subgraph(graph: GraphProto, outer: Mapping[str, str]) -> str:
+def _hash_subgraph(graph: GraphProto, outer: _Values) -> str:
     values = _Values(outer)
+    values.depth = outer.depth + 1
+    # Within a loop of a loop, the inputs of both bodies are in scope.
+    within = [values.depth] if values.depth > 1 else []
     for index, value in enumerate(graph.input):
-        values[value.name] = sha256_json(["subgraph input", index])
+        values[value.name] = sha256_json(["subgraph input", index, *within])
     _hash_graph(graph, values)
     return sha256_json(["subgraph", len(graph.input), [values[value.name] for value in graph.output]])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tests.workers.models import conv_bn_relu, determinant, make_model, matmuls, normal, port, save
 from tuning_db.catalog import ModelInfo
@@ -197,6 +197,70 @@ def test_digest_of_subgraphs() -> None:
     changed = branching()
     branch(changed, "then_branch").node[0].input[1] = "x"
     assert model_digest(changed) != model_digest(branching())
+
+
+def overloaded(which: str) -> ModelProto:
+    """A call of one of two functions that differ by their overloads alone."""
+    functions = [
+        helper.make_function(
+            "custom", "F", ["v"], ["o"], [helper.make_node(kind, ["v"], ["o"])], [helper.make_opsetid("", 17)],
+            overload=kind,
+        )
+        for kind in ("Relu", "Neg")
+    ]  # fmt: skip
+    call = helper.make_node("F", ["x"], ["y"], domain="custom", overload=which)
+    return make_model([call], [port("x", 3)], [port("y", 3)], ir_version=10, functions=functions)
+
+
+def referring(which: str) -> ModelProto:
+    """A function that multiplies by one of two tensors that are its attributes."""
+    constant = helper.make_node("Constant", [], ["k"])
+    constant.attribute.add(name="value", ref_attr_name=which, type=AttributeProto.TENSOR)
+    function = helper.make_function(
+        "custom", "F", ["v"], ["o"], [constant, helper.make_node("Mul", ["v", "k"], ["o"])],
+        [helper.make_opsetid("", 17)], attributes=["a", "b"],
+    )  # fmt: skip
+    a, b = (numpy_helper.from_array(np.float32(number)) for number in (2, 5))
+    call = helper.make_node("F", ["x"], ["y"], domain="custom", a=a, b=b)
+    return make_model([call], [port("x", 3)], [port("y", 3)], ir_version=10, functions=[function])
+
+
+def nested(which: str) -> ModelProto:
+    """A loop in a loop, whose body reads what the one or the other hands on."""
+
+    def body(name: str, *nodes: NodeProto) -> GraphProto:
+        ports = [port(f"step of {name}", dtype=TensorProto.INT64), port(f"on of {name}", dtype=TensorProto.BOOL)]
+        going = helper.make_node("Identity", [f"on of {name}"], [f"goes on of {name}"])
+        results = [port(f"goes on of {name}", dtype=TensorProto.BOOL), port(f"result of {name}", 3)]
+        return helper.make_graph([going, *nodes], name, [*ports, port(name, 3)], results)
+
+    inner = body("inner", helper.make_node("Add", [which, which], ["result of inner"]))
+    outer = body("outer", helper.make_node("Loop", ["n", "p", "outer"], ["result of outer"], body=inner))
+    loop = helper.make_node("Loop", ["n", "p", "x"], ["y"], body=outer)
+    return make_model([loop], [port("x", 3)], [port("y", 3)], {"n": np.array(2), "p": np.array(True)})
+
+
+def left_out(which: str) -> ModelProto:
+    """An output that a node leaves out, and an input that another leaves out, or that output."""
+    lstm = helper.make_node("LSTM", ["x", "w", "r"], ["", which, "c"], hidden_size=1)
+    nodes = [lstm, helper.make_node("Clip", ["c", which, "most"], ["y"])]
+    weights = {"w": normal(1, 4, 1), "r": normal(1, 4, 1), "most": np.float32(1)}
+    return make_model(nodes, [port("x", 1, 1, 1)], [port("y", 1, 1, 1)], {k: np.asarray(v) for k, v in weights.items()})
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (overloaded, "Relu", "Neg"),
+        (referring, "a", "b"),
+        (nested, "inner", "outer"),
+        (left_out, "", "h"),
+    ],
+)
+def test_digest_of_what_is_meant(make: Callable[[str], ModelProto], one: str, other: str) -> None:
+    """Models that differ only in which function, attribute, body or absent tensor is meant are different models."""
+    assert model_digest(make(one)) != model_digest(make(other))
+    assert model_digest(make(one)) == model_digest(make(one))
 
 
 def test_digest_is_pinned() -> None:
