@@ -12,7 +12,7 @@ import onnxruntime
 import tvm
 from onnx import ModelProto, helper
 
-from tuning_db.errors import ImportFailed, UnsupportedOperator
+from tuning_db.errors import ImportFailed, InvalidRequest, UnsupportedOperator
 from tuning_db.keys import TensorSpec
 from workers.frontend import onnx_model, quantized
 from workers.frontend.control_flow import has_loops, unroll
@@ -129,5 +129,10 @@ def static_outputs(model: ModelProto) -> tuple[TensorSpec, ...]:
             raise ImportFailed(f"the shape of output {port.name!r} cannot be inferred")
         if not all(isinstance(size, int) for size in port.shape):
             raise ImportFailed(f"output {port.name!r} has the shape {list(port.shape)}, which depends on the data")
-        specs.append(TensorSpec(port.name, port.dtype, tuple(int(size) for size in port.shape if size is not None)))
+        try:
+            specs.append(TensorSpec(port.name, port.dtype, tuple(int(size) for size in port.shape if size is not None)))
+        except InvalidRequest:  # which speaks of an input
+            raise ImportFailed(
+                f"output {port.name!r} has the shape {list(port.shape)}; sizes up to 2147483647 can be compiled"
+            ) from None
     return tuple(specs)

@@ -156,6 +156,14 @@ def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
         import_onnx(save(model, tmp_path), (TensorSpec("x", "float32", (2, 3)),), tmp_path)
 
 
+def test_outputs_beyond_every_size(tmp_path: Path) -> None:
+    """An output of more elements than a size can count is refused as one, not as an input."""
+    node = helper.make_node("Expand", ["x", "sizes"], ["y"])
+    model = make_model([node], [port("x", 1)], [port("y", "N")], {"sizes": np.array([1 << 40])})
+    with pytest.raises(ImportFailed, match=r"output 'y' .*1099511627776"):
+        import_onnx(save(model, tmp_path), [TensorSpec("x", "float32", (1,))], tmp_path)
+
+
 def test_body_with_an_unsupported_operator(tmp_path: Path) -> None:
     """An operator that TVM lacks is refused by name also where it only appears when functions are inlined."""
     function = helper.make_function(
