@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,7 @@ def test_a_model_comes_back_as_a_library_that_agrees_and_is_then_a_hit(
     assert manifest["inputs"] == [{"name": "image", "dtype": "float32", "shape": [1, 8, 28, 28]}]
     assert manifest["outputs"] == [{"name": "scores", "dtype": "float32", "shape": [1, 10]}]
     assert all(len(manifest["latency"][name]["samples_s"]) >= 10 for name in ("untuned", "tuned", "onnxruntime"))
+    assert manifest["engines"]["onnxruntime"] == {"version": metadata.version("onnxruntime")}
     script = REPOSITORY / "benchmarks" / "run_library.py"
     ran = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "library"), str(_bound(small_model, tmp_path))],

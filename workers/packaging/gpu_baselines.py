@@ -128,7 +128,7 @@ def _tensorrt_by_provider(model_path: Path, inputs: Inputs, half: bool) -> tuple
 
 
 def by_tensorrt(model_path: Path, inputs: Inputs, half: bool) -> tuple[Run, Facts]:
-    """TensorRT 10: its ONNX parser, an engine for the model's own shapes, tensors of TVM's as its memory."""
+    """TensorRT 10 or later: its ONNX parser, an engine for the model's own shapes, tensors of TVM's as its memory."""
     import tensorrt
     import tvm
 
