@@ -111,3 +111,96 @@ def convolution(
         f"convolution {batch}x{channels}x{filters}x{image} {window} {stride} {padding} {dilation} {dtype} {after}",
         [data, weight, *extra], out,
     )  # fmt: skip
+
+
+def vector(columns: int, summed: int, *, right: str = "jk", dtype: str = "float32", after: str = "bias") -> Case:
+    """A product with one row."""
+    return product(1, columns, summed, right=right, dtype=dtype, after=after)
+
+
+def depthwise(channels: int, image: tuple[int, int], *, window: int = 3, stride: int = 1) -> Case:
+    data = placeholder((1, channels, *image), "data")
+    weight = placeholder((channels, 1, window, window), "weight")
+    out = topi.nn.depthwise_conv2d_nchw(data, weight, stride, window // 2, 1, "float32")
+    return case(f"depthwise {channels} {image} {window} {stride}", [data, weight], topi.nn.relu(out))
+
+
+def rows(kind: str, leading: Sequence[int], row: int, dtype: str = "float32") -> Case:
+    """A function over rows of `row` numbers; `leading` are the axes that count them."""
+    shape = (*leading, row)
+    last = len(shape) - 1
+    x = placeholder(shape, "x", dtype)
+    name = f"{kind} {shape} {dtype}"
+    wide = topi.cast(x, "float32") if dtype != "float32" else x
+    if kind == "softmax":
+        return case(name, [x], topi.cast(topi.nn.softmax(wide, axis=-1), dtype))
+    if kind == "masked softmax":
+        mask = placeholder(shape, "mask", dtype)
+        return case(name, [x, mask], topi.nn.softmax(wide * 0.125 + topi.cast(mask, "float32"), axis=-1))
+    if kind == "softmax over columns":
+        return case(name, [x], topi.nn.softmax(wide, axis=max(0, last - 1)))
+    if kind == "layer_norm":
+        gamma, beta = placeholder((row,), "gamma"), placeholder((row,), "beta")
+        return case(name, [x, gamma, beta], topi.nn.relu(topi.nn.layer_norm(wide, gamma, beta, [last], 1e-5)))
+    if kind == "rms_norm":
+        gamma = placeholder((row,), "gamma")
+        return case(name, [x, gamma], topi.nn.rms_norm(wide, gamma, [last], 1e-5))
+    if kind == "sum":
+        return case(name, [x], topi.sum(wide, axis=last))
+    if kind == "max":
+        return case(name, [x], topi.max(wide, axis=last, keepdims=True))
+    if kind == "all":
+        return case(name, [x], topi.sum(wide))
+    if kind == "mean":
+        return case(name, [x], topi.tanh(topi.sum(wide, axis=last, keepdims=True) / float(row)))
+    if kind == "columns":
+        return case(name, [x], topi.sum(wide, axis=max(0, last - 1)) / 4.0)
+    if kind == "two":
+        return case(name, [x], topi.sum(wide, axis=last), topi.max(wide, axis=last))
+    raise AssertionError(kind)
+
+
+ROW_KINDS = (
+    "softmax", "masked softmax", "softmax over columns", "layer_norm", "rms_norm", "sum", "max", "all", "mean",
+    "columns", "two",
+)  # fmt: skip
+
+
+def pool(kind: str, channels: int, image: tuple[int, int], *, window: int = 3, stride: int = 2) -> Case:
+    data = placeholder((1, channels, *image), "data")
+    if kind == "global":
+        return case(f"pool {kind} {channels} {image}", [data], topi.nn.global_pool(data, "avg"))
+    padding = window // 2
+    out = topi.nn.pool2d(data, [window] * 2, [stride] * 2, [1, 1], [padding] * 4, kind)
+    return case(f"pool {kind} {channels} {image} {window} {stride}", [data], out)
+
+
+def elements(kind: str, shape: Sequence[int], dtype: str = "float32") -> Case:
+    """A function without reductions."""
+    x = placeholder(shape, "x", dtype)
+    name = f"{kind} {tuple(shape)} {dtype}"
+    if kind == "chain":
+        y = placeholder(shape[1:], "y", dtype)
+        return case(name, [x, y], topi.multiply(topi.tanh(x + y) + tvm.tirx.const(1, dtype), x))
+    if kind == "transpose":
+        order = [0, *reversed(range(1, len(shape)))]
+        return case(name, [x], topi.exp(topi.transpose(x, order)))
+    if kind == "concat":
+        y = placeholder([shape[0], shape[1] + 1, *shape[2:]], "y", dtype)
+        return case(name, [x, y], topi.concatenate((x, y), 1))
+    if kind == "pad":
+        return case(name, [x], topi.nn.pad(x, [1] * len(shape), [2] * len(shape)))
+    if kind == "cast":
+        return case(name, [x], topi.cast(x, "float16" if dtype == "float32" else "float32"))
+    if kind == "reshape":
+        return case(name, [x], topi.reshape(topi.nn.relu(x), (int(np.prod(shape)),)))
+    if kind == "gather":
+        where = placeholder((4,), "where", "int32")
+        return case(name, [x, where], topi.take(x, where, axis=1, mode="clip"))
+    if kind == "split":
+        first, second = topi.split(x, [1], axis=0)
+        return case(name, [x], first, second)
+    raise AssertionError(kind)
+
+
+ELEMENT_KINDS = ("chain", "transpose", "concat", "pad", "cast", "reshape", "gather", "split")

@@ -86,7 +86,8 @@ def compiler() -> str | None:
 def run(schedule: s_tir.Schedule, arrays: Sequence[Array], *, descending: bool = False) -> None:
     """Run the schedule's function on the arrays, its outputs among them, which are written in place.
 
-    RuntimeError if a barrier is not reached by every thread, or a fragment of tensor cores is not aligned.
+    RuntimeError if a barrier is not reached by every thread, a fragment of tensor cores is not aligned, or something
+    is written that is no argument's.
     """
     function = schedule.mod["main"]
     named = {f"argument_{number}": array for number, array in enumerate(arrays)}
@@ -98,19 +99,47 @@ def run(schedule: s_tir.Schedule, arrays: Sequence[Array], *, descending: bool =
             fill = np.nan if "float" in str(buffer.dtype) else 77
             named[renamed[buffer]] = np.full([int(size) for size in buffer.shape], fill, str(buffer.dtype))
     source = source_of(tvm.IRModule({"main": _with_names(function, renamed)}))
-    kernels = kernels_of(function)
+    execute(source, kernels_of(function), named, descending=descending)
+
+
+def execute(source: str, kernels: Sequence[Kernel], named: Mapping[str, Array], *, descending: bool = False) -> None:
+    """Run the source's kernels in the order of their numbers on arrays that have the names of their parameters.
+
+    RuntimeError as `run`.
+    """
+    guarded = {name: _Guarded(array) for name, array in named.items()}
     with tempfile.TemporaryDirectory() as folder:
         library = ctypes.CDLL(str(_compile(source, Path(folder))))
+        library.launch.restype = ctypes.c_char_p
         found = _kernels(source)
         assert len(found) == len(kernels)
         for number, ((bound, name, parameters), kernel) in enumerate(zip(found, kernels, strict=True)):
             assert not bound or int(bound) == np.prod(kernel.block), (name, bound, kernel)
-            pointers = [_pointer(named, parameter) for parameter in parameters.split(", ")]
+            pointers = [guarded[_name_of(parameter)].pointer for parameter in parameters.split(", ")]
             sizes = (ctypes.c_int * 6)(*kernel.grid, *kernel.block)
-            library.launch.restype = ctypes.c_char_p
             fault = library.launch(number, (ctypes.c_void_p * len(pointers))(*pointers), sizes, int(descending))
             if fault:
                 raise RuntimeError(f"{name}: {fault.decode()}")
+    for name, array in named.items():
+        array[...] = guarded[name].taken(array)
+
+
+class _Guarded:
+    """A copy of an array between bytes that nobody may write, and that are no numbers to who reads them."""
+
+    BYTES: Final = 1 << 12
+
+    def __init__(self, array: Array) -> None:
+        self._bytes = np.full(2 * self.BYTES + array.nbytes, 255, "uint8")
+        self._bytes[self.BYTES : self.BYTES + array.nbytes] = np.frombuffer(array.tobytes(), "uint8")
+        self.pointer = int(self._bytes.ctypes.data) + self.BYTES
+
+    def taken(self, array: Array) -> Array:
+        """What is in it now. RuntimeError if more was written."""
+        if not (self._bytes[: self.BYTES] == 255).all() or not (self._bytes[-self.BYTES :] == 255).all():
+            raise RuntimeError("a kernel writes beyond its argument")
+        inside = self._bytes[self.BYTES : self.BYTES + array.nbytes]
+        return np.frombuffer(inside.tobytes(), array.dtype).reshape(array.shape)
 
 
 def _kernels(source: str) -> list[tuple[str, str, str]]:
@@ -125,9 +154,8 @@ def _with_names(function: tirx.PrimFunc, names: Mapping[Any, str]) -> tirx.PrimF
     return tvm_ffi.structural_map(function, (tvm.ir.Var, lambda variable: new.get(variable, variable)))
 
 
-def _pointer(named: Mapping[str, Array], parameter: str) -> int:
-    name = parameter.split()[-1].removesuffix("_ptr")
-    return int(named[name].ctypes.data)
+def _name_of(parameter: str) -> str:
+    return parameter.split()[-1].removesuffix("_ptr")
 
 
 def _compile(source: str, folder: Path) -> Path:

@@ -12,7 +12,7 @@ from tvm import s_tir, tirx
 
 from workers.search.templates import plain
 from workers.search.templates.knobs import Gpu
-from workers.search.templates.plain import Stage
+from workers.search.templates.plain import Access, Stage
 
 #: Threads that a multiprocessor holds at once, on most architectures.
 RESIDENT_THREADS: Final = 1536
@@ -36,6 +36,11 @@ def stages_of(function: tirx.PrimFunc, inline: Callable[[Any], object] = inline_
     found = plain.nests(after)
     stages = [stage for _, stage in found if stage is not None]
     return stages if found and len(stages) == len(found) else None
+
+
+def uses(access: Access, variable: Any) -> bool:
+    """Whether an index depends on the variable."""
+    return any(node.same_as(variable) for index in access.indices for node in plain.nodes(index))
 
 
 def bind_elements(schedule: Any, block: Any, threads: int, elements: int, vector: int) -> None:

@@ -8,13 +8,14 @@ from typing import Final
 import tvm
 from tvm import s_tir, tirx
 
-from workers.search.templates import gpu_map, gpu_product
+from workers.search.templates import gpu_map, gpu_product, gpu_reduce
 from workers.search.templates.gpu_registry import GPU_TEMPLATES
 from workers.search.templates.knobs import Geometry, Gpu
 
 #: What a template is tried on: a small GPU with everything that any has.
 _TRIED_ON: Final = Gpu(multiprocessors=16, tensor_types=("float16", "int8"))
 
+#: Fragments of 16 by 16 are mostly padding for a product that is smaller, and tiles hardly read a number twice.
 _LEAST_SIDE: Final = 8
 
 
@@ -29,11 +30,13 @@ def gpu_template(function: tirx.PrimFunc) -> list[tuple[str, dict[str, int]]]:
 
 def _candidates(function: tirx.PrimFunc) -> Iterator[tuple[str, Geometry]]:
     if (product := gpu_product.product_of(function)) is not None:
-        # Fragments of 16 by 16 are mostly padding for a product that is much smaller.
         large = min(product.geometry["rows"], product.geometry["columns"], product.geometry["sum"]) >= _LEAST_SIDE
         names = ["gpu-tensor", "gpu-product"] if large else ["gpu-product", "gpu-tensor"]
         for name in names if product.geometry["tensor"] else ["gpu-product"]:
             yield name, product.geometry
+    thin = product is None or min(product.geometry["rows"], product.geometry["columns"]) < _LEAST_SIDE
+    if thin and (reduction := gpu_reduce.geometry_of(function)) is not None:
+        yield "gpu-reduce", reduction
     if (elements := gpu_map.geometry_of(function)) is not None:
         yield "gpu-map", elements
 

@@ -28,6 +28,7 @@ from workers.search.templates.gpu_blocks import (
     inline_producers,
     resident_blocks,
     share_fetch,
+    uses,
 )
 from workers.search.templates.knobs import Config, Geometry, Gpu, Template, divisors
 from workers.search.templates.plain import Access, Stage
@@ -61,9 +62,9 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
 
     The geometry names sizes; bits of the numbers that are multiplied and summed (`left_bits`, `right_bits`,
     `sum_bits`), whether they are floats, which of `TENSOR_TYPES` they are; whether neighbours in memory lie along the
-    summed axis (`left_along`, `right_along`); whether an operand is read as windows, and whether it is read address by
-    address (`left_steady`, `right_steady`); what is computed before (`conditional`) and after (`expensive`,
-    `operations`).
+    summed axis (`left_along`, `right_along`); whether an operand is read as windows (`left_window`, …), how many of its
+    numbers can be read at once (`left_lanes`, …), and whether they lie along several axes (`left_fused`, …); what is
+    computed before (`conditional`) and after (`expensive`, `operations`).
     """
     found = plain.nests(function)
     stages = [stage for _, stage in found if stage is not None]
@@ -81,6 +82,7 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
     left = 0 if columns == "right" else 1
     first, second = stage.read if left == 0 else reversed(stage.read)
     rows = "left" if left == 0 else "right"
+    lanes = [_lanes(access, stage, by_kind) for access in (first, second)]
     after = [
         other for other in stages
         if other is not stage and any(b.same_as(stage.written.buffer) for b in _read_buffers(other, stages))
@@ -107,8 +109,10 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
             "operations": sum(other.operations for other in after),
             "left_window": int(_is_window(first, stage)),
             "right_window": int(_is_window(second, stage)),
-            "left_steady": _steady(first, stage, by_kind),
-            "right_steady": _steady(second, stage, by_kind),
+            "left_lanes": lanes[0][0],
+            "right_lanes": lanes[1][0],
+            "left_fused": int(lanes[0][1]),
+            "right_fused": int(lanes[1][1]),
         },
     )
 
@@ -149,15 +153,11 @@ def _kind(stage: Stage, position: int) -> str | None:
     if stage.extents[position] == 1:
         return ""
     variable = stage.variables[position]
-    kinds: dict[tuple[bool, ...], str] = {
+    kinds: Mapping[tuple[bool, ...], str] = {
         (True, True, True): "batch", (True, False, True): "left", (False, True, True): "right",
         (True, True, False): "sum",
     }  # fmt: skip
-    return kinds.get(tuple(_uses(access, variable) for access in (*stage.read, stage.written)))
-
-
-def _uses(access: Access, variable: Any) -> bool:
-    return any(node.same_as(variable) for index in access.indices for node in plain.nodes(index))
+    return kinds.get(tuple(uses(access, variable) for access in (*stage.read, stage.written)))
 
 
 def _axes_of(index: Any, stage: Stage) -> list[int]:
@@ -170,14 +170,18 @@ def _is_window(access: Access, stage: Stage) -> bool:
     return any(len(_axes_of(index, stage)) > 1 for index in access.indices)
 
 
-def _steady(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> int:
-    """Whether the axes of the kind along which neighbours lie are walked through address by address, as one axis would
-    be: 0 no, 1 yes, 2 there is but one."""
-    axes = [i for i in by_kind[_side_by_side(access, stage, by_kind)] if _uses(access, stage.variables[i])]
-    steps = access.coefficients([stage.variables[i] for i in axes])
-    if steps != [math.prod(stage.extents[i] for i in axes[position + 1 :]) for position in range(len(axes))]:
-        return 0
-    return 2 if len(axes) == 1 else 1
+def _lanes(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> tuple[int, bool]:
+    """How many numbers lie side by side and begin at a multiple of as many, up to 16; whether they do on several axes.
+
+    1 for windows, which begin anywhere, and where axes do not follow one another address by address.
+    """
+    near = [i for i in by_kind[_side_by_side(access, stage, by_kind)] if uses(access, stage.variables[i])]
+    far = [i for i, v in enumerate(stage.variables) if i not in near and stage.extents[i] > 1 and uses(access, v)]
+    steps = access.coefficients([stage.variables[i] for i in [*near, *far]])
+    walked = [math.prod(stage.extents[i] for i in near[position + 1 :]) for position in range(len(near))]
+    if _is_window(access, stage) or steps is None or steps[: len(near)] != walked:
+        return 1, len(near) > 1
+    return math.gcd(16, math.prod(stage.extents[i] for i in near), *steps[len(near) :]), len(near) > 1
 
 
 def _side_by_side(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> str:
@@ -194,7 +198,7 @@ def _side_by_side(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[i
     nearest: tuple[int, str] | None = None
     for kind, positions in by_kind.items():
         for position in set(positions) - windows:
-            if _uses(access, stage.variables[position]):
+            if uses(access, stage.variables[position]):
                 step = access.coefficients([stage.variables[position]])
                 distance = abs(step[0]) if step else 1 << 40  # not the same at every place
                 if nearest is None or distance < nearest[0]:
@@ -303,8 +307,9 @@ class GpuProductTemplate(Template[Gpu]):
               ("batch", "rows", "columns", "sum", "expensive", "operations")),
             *(geometry[name] / 32 for name in ("left_bits", "right_bits", "sum_bits")),
             *(float(geometry[name]) for name in
-              ("floats", "left_along", "right_along", "left_window", "right_window", "left_steady", "right_steady",
+              ("floats", "left_along", "right_along", "left_window", "right_window", "left_fused", "right_fused",
                "conditional")),
+            *(math.log2(geometry[name]) for name in ("left_lanes", "right_lanes")),
             *(math.log2(1 + config[knob]) for knob in self.knobs),
             math.log2(gpu.multiprocessors),
             math.log2(threads),
@@ -372,14 +377,7 @@ class GpuProductTemplate(Template[Gpu]):
                     # Fetched in the order of memory all the same.
                     schedule.reorder(second, first)
                     first, second = second, first
-                side = (
-                    config["step"]
-                    if along
-                    else config["tile_i"] * threads_i
-                    if bit == 1
-                    else config["tile_j"] * threads_j
-                )
-                vector = _lanes(config["vector"], side, _bits(operand.buffer.dtype))
+                vector = _fetched(geometry, config, "left" if bit == 1 else "right")
                 share_fetch(schedule, schedule.fuse(first, second), threads_i, threads_j, vector)
                 if along:
                     # Lines of a power of two would put what neighbouring threads read or write into the same bank.
@@ -462,7 +460,16 @@ def _rests(geometry: Geometry, tiling: Config, rank: int) -> Iterator[Config]:
     unrolls = sorted({steps for steps in (1, 4, tiling["step"]) if own * steps <= _LONGEST_BODY} | {1})
     likely, likelier = rank < _TILINGS // 4, rank < _TILINGS // 16
     for stage in (3, 1, 2, 0) if likelier else (3,):
-        for vector in ((4, 1, 2) if likely else (4,)) if stage else (1,):
+        widths: dict[tuple[int, ...], int] = {}
+        for vector in (1, 2, 4):
+            config = {**tiling, "vector": vector}
+            fetched = [
+                _fetched(geometry, config, side)
+                for bit, side in ((1, "left"), (2, "right")) if stage & bit
+            ]  # fmt: skip
+            widths.setdefault(tuple(fetched), vector)
+        vectors = [*reversed(widths.values())]
+        for vector in vectors if likely else vectors[:1]:
             for turn in turns if stage else (0,):
                 for spread in spreads:
                     for unroll in reversed(unrolls) if likelier else unrolls[-1:]:
@@ -503,9 +510,11 @@ def _cost(geometry: Geometry, config: Config, gpu: Gpu) -> float:
     return rounds * plan.padded_work / plan.blocks * (1 + near + far + barrier) * idle * partial
 
 
-def _lanes(vector: int, side: int, bits: int) -> int:
-    """Numbers fetched at once: no more than 16 bytes, and as many as divide a line."""
-    return math.gcd(vector, side, max(1, 128 // bits))
+def _fetched(geometry: Geometry, config: Config, side: str) -> int:
+    """Numbers of the left or the right matrix that a thread fetches at once: 16 bytes at most."""
+    tile = config["threads_i"] * config["tile_i"] if side == "left" else config["threads_j"] * config["tile_j"]
+    line = config["step"] if geometry[f"{side}_along"] else tile
+    return math.gcd(config["vector"], line, geometry[f"{side}_lanes"], 128 // geometry[f"{side}_bits"])
 
 
 def _spread(tile: int, spread: int) -> tuple[int, int]:

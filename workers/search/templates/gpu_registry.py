@@ -8,10 +8,11 @@ from typing import Final
 from workers.search.templates.gpu_default import GpuDefaultTemplate
 from workers.search.templates.gpu_map import GpuMapTemplate
 from workers.search.templates.gpu_product import GpuProductTemplate
+from workers.search.templates.gpu_reduce import GpuReduceTemplate
 from workers.search.templates.gpu_tensor import GpuTensorTemplate
 from workers.search.templates.knobs import Gpu, Template
 
 GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {
     template.name: template
-    for template in (GpuDefaultTemplate(), GpuMapTemplate(), GpuProductTemplate(), GpuTensorTemplate())
+    for template in (GpuMapTemplate(), GpuProductTemplate(), GpuReduceTemplate(), GpuTensorTemplate())
 }

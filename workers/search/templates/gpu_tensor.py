@@ -51,8 +51,9 @@ class GpuTensorTemplate(Template[Gpu]):
             *(math.log2(1 + geometry[name]) for name in
               ("batch", "rows", "columns", "sum", "expensive", "operations")),
             *(float(geometry[name]) for name in
-              ("tensor", "left_along", "right_along", "left_window", "right_window", "left_steady", "right_steady",
+              ("tensor", "left_along", "right_along", "left_window", "right_window", "left_fused", "right_fused",
                "conditional")),
+            *(math.log2(geometry[name]) for name in ("left_lanes", "right_lanes")),
             *(math.log2(config[knob]) for knob in self.knobs),
             math.log2(gpu.multiprocessors),
             math.log2(plan.warps),
@@ -113,7 +114,8 @@ class GpuTensorTemplate(Template[Gpu]):
             if dtype != "int8":
                 # Lines must not all begin in the same bank; a line of a fragment must be a multiple of 16 bytes away.
                 schedule.storage_align(shared, 0, axis=-2, factor=SIDE, offset=SIDE // 2)
-            share_fetch(schedule, copied, warps, gpu.warp, _lanes(geometry, config, use))
+            vector = _fetched(geometry, config, "left" if use == "a" else "right")
+            share_fetch(schedule, copied, warps, gpu.warp, vector)
             inline_producers(schedule, shared)
             staged = schedule.get(shared).writes[0].source
             fragment = schedule.cache_read(block, number_of(schedule, block, staged), f"wmma.matrix_{use}")
@@ -178,19 +180,19 @@ def _plan(geometry: Geometry, config: Config) -> _Plan:
     )  # fmt: skip
 
 
-def _lanes(geometry: Geometry, config: Config, use: str) -> int:
-    """Numbers of the left ("a") or the right ("b") matrix that are fetched at once.
+def _fetched(geometry: Geometry, config: Config, side: str) -> int:
+    """Numbers of the left or the right matrix that a thread fetches at once.
 
     TVM cannot spell eight of float16 that it reads one by one, as it does where it cannot show that they lie side by
     side: on axes that are fused and padded.
     """
-    side, size = ("left", "rows") if use == "a" else ("right", "columns")
-    fragments = config["warps_i"] * config["fragments_i"] if use == "a" else config["warps_j"] * config["fragments_j"]
+    size, fragments = "rows", config["warps_i"] * config["fragments_i"]
+    if side == "right":
+        size, fragments = "columns", config["warps_j"] * config["fragments_j"]
     if geometry[f"{side}_along"]:
         size, fragments = "sum", config["step"]
-    steady = geometry[f"{side}_steady"]
-    whole = steady == 2 or (steady == 1 and geometry[size] % (SIDE * fragments) == 0)
-    return config["vector"] if whole else min(config["vector"], 4)
+    padded = geometry[size] % (SIDE * fragments) != 0
+    return min(config["vector"], geometry[f"{side}_lanes"], 4 if geometry[f"{side}_fused"] and padded else SIDE)
 
 
 def _choices(geometry: Geometry, gpu: Gpu) -> Iterator[Config]:
@@ -215,8 +217,11 @@ def _choices(geometry: Geometry, gpu: Gpu) -> Iterator[Config]:
         # More than twice what there is helps nobody.
         sizes = ((plan.tile_i, geometry["rows"]), (plan.tile_j, geometry["columns"]), (SIDE * step, geometry["sum"]))
         if fits and all(tile < 2 * max(size, SIDE) for tile, size in sizes):
-            for vector in (8, 4, 2, 1) if geometry["left_bits"] == 16 else (4, 1):
-                yield {**config, "vector": vector}
+            widths: dict[tuple[int, ...], Config] = {}
+            for vector in (1, 2, 4, 8) if geometry["left_bits"] == 16 else (1, 4):
+                choice = {**config, "vector": vector}
+                widths.setdefault(tuple(_fetched(geometry, choice, side) for side in ("left", "right")), choice)
+            yield from widths.values()
 
 
 def _cost(geometry: Geometry, config: Config, gpu: Gpu) -> float:
@@ -233,7 +238,8 @@ def _cost(geometry: Geometry, config: Config, gpu: Gpu) -> float:
     near = plan.warps * (config["fragments_i"] + config["fragments_j"]) * SIDE * per_step / 128
     fetched = (plan.tile_i + plan.tile_j) * per_step
     # What is fetched number by number takes an instruction for each.
-    far = fetched / 32 + fetched / item / config["vector"] / 32
+    vectors = [(plan.tile_i, _fetched(geometry, config, "left")), (plan.tile_j, _fetched(geometry, config, "right"))]
+    far = fetched / 32 + sum(tile * per_step / item / lanes / 32 for tile, lanes in vectors)
     results = plan.tile_i * plan.tile_j * (geometry["sum_bits"] / 8) * (1 / 32 + 2 / 128)
     rounds = math.ceil(plan.blocks / gpu.multiprocessors)
     at_once = min(rounds, _resident_blocks(plan, gpu))
