@@ -14,5 +14,11 @@ from workers.search.templates.knobs import Gpu, Template
 
 GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {
     template.name: template
-    for template in (GpuMapTemplate(), GpuProductTemplate(), GpuReduceTemplate(), GpuTensorTemplate())
+    for template in (
+        GpuDefaultTemplate(),
+        GpuMapTemplate(),
+        GpuProductTemplate(),
+        GpuReduceTemplate(),
+        GpuTensorTemplate(),
+    )  # fmt: skip
 }
