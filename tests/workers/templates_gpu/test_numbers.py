@@ -16,6 +16,7 @@ from tvm import s_tir
 from tests.workers.templates_gpu import cases, emulator
 from tests.workers.templates_gpu.cases import Array, Case
 from workers.search.candidates import canonical_trace
+from workers.search.templates.gpu_default import GpuDefaultTemplate
 from workers.search.templates.gpu_fragments import register_fragments
 from workers.search.templates.gpu_plain import gpu_template
 from workers.search.templates.gpu_registry import GPU_TEMPLATES
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="running CUD
 
 ORIN = Gpu(multiprocessors=16, tensor_types=("float16", "int8"))
 H100 = Gpu(multiprocessors=132, tensor_types=("float16", "int8"))
-PROPERTY = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 #: What verify_gpu_code asks.
 LIMITS = {"max_shared_memory_per_block": 48 << 10, "max_threads_per_block": 1024}
 
@@ -244,7 +245,9 @@ def test_features_are_as_many_for_every_choice_and_function() -> None:
                     features = GPU_TEMPLATES[name].features(geometry, config, gpu)
                     lengths.setdefault(name, set()).add(len(features))
                     assert np.isfinite(features).all()
-    assert {name: len(found) for name, found in lengths.items()} == dict.fromkeys(GPU_TEMPLATES, 1)
+    # TVM's own schedule is a template as well, of one choice.
+    templates = GPU_TEMPLATES.keys() - {GpuDefaultTemplate.name}
+    assert {name: len(found) for name, found in lengths.items()} == dict.fromkeys(templates, 1)
 
 
 @pytest.mark.parametrize(

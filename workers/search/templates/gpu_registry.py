@@ -12,13 +12,7 @@ from workers.search.templates.gpu_reduce import GpuReduceTemplate
 from workers.search.templates.gpu_tensor import GpuTensorTemplate
 from workers.search.templates.knobs import Gpu, Template
 
-GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {
-    template.name: template
-    for template in (
-        GpuDefaultTemplate(),
-        GpuMapTemplate(),
-        GpuProductTemplate(),
-        GpuReduceTemplate(),
-        GpuTensorTemplate(),
-    )  # fmt: skip
-}
+_TEMPLATES: Final[tuple[Template[Gpu], ...]] = (
+    GpuDefaultTemplate(), GpuMapTemplate(), GpuProductTemplate(), GpuReduceTemplate(), GpuTensorTemplate(),
+)  # fmt: skip
+GPU_TEMPLATES: Final[Mapping[str, Template[Gpu]]] = {template.name: template for template in _TEMPLATES}
