@@ -121,6 +121,25 @@ def test_calls_within_calls_are_replaced_once_each(host: Host) -> None:
     np.testing.assert_allclose(evaluate(lowered, host, values), np.exp(np.tanh(wide)) + np.exp(-wide), rtol=1e-6)
 
 
+def test_functions_within_roundings(host: Host) -> None:
+    """What is rounded, multiplied and rounded again, as quantized operators behind each other are, stays in vectors,
+    with calls of these functions in it."""
+    x = te.placeholder((ROW,), "float32", "x")
+
+    def rounded(x: Any) -> Any:
+        return tirx.nearbyint(tirx.nearbyint(tirx.sigmoid(x) * 255.0) * 0.125) * 8.0
+
+    function = te.create_prim_func([x, te.compute((ROW,), lambda i: rounded(x[i]), name="y")])
+    lowered = elementary.lower_module(vectorised(function))
+    values = np.linspace(-9, 9, ROW).astype("float32")
+    found = evaluate(lowered, host, values)
+    wanted = np.rint(np.rint(255 / (1 + np.exp(-values.astype("float64")))) / 8) * 8
+    # Where a product lies between two integers, the last digit decides.
+    assert np.count_nonzero(found != wanted) <= ROW // 1000
+    machine_code = tvm.compile(lowered, target=host.target).mod.inspect_source("asm")
+    assert "nearbyint" not in machine_code
+
+
 def test_a_lowered_block_may_be_inlined_twice_into_one_expression(host: Host) -> None:
     """Inlining a lowered block at two places of one expression keeps the two values apart."""
     x = te.placeholder((ROW + 1,), "float32", "x")

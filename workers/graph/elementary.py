@@ -54,6 +54,9 @@ def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
     Two kinds of division become multiplications by a reciprocal, at up to 1.5 ulp: by a constant, and the softmax's
     by the sum of its row. A vector's division takes as long as ten multiplications.
 
+    Roundings are called by LLVM's name: TVM takes its own for one that has no vectors, takes the vectorized loop around
+    it apart, and does not compile what is bound within two of them.
+
     Of a function of a function of a function the outermost are calls of the C library after all: compiling takes time
     that grows with the power of the depth, since simplification puts each value in wherever it is read.
 
@@ -70,8 +73,13 @@ def lower(function: tirx.PrimFunc) -> tirx.PrimFunc:
         return max(found)
 
     def replace(call: tvm.ir.Call) -> Any:
-        make = _MAKERS.get(getattr(call.op, "name", ""))
-        if make is None or str(call.ty.dtype) != "float32":
+        name = getattr(call.op, "name", "")
+        make = _MAKERS.get(name)
+        if str(call.ty.dtype) != "float32":
+            return call
+        if name == "tirx.nearbyint":
+            return tirx.call_llvm_pure_intrin("float32", "llvm.nearbyint", call.args[0])
+        if make is None:
             return call
         inner = depth(call.args[0])
         if inner >= _MAX_DEPTH:

@@ -131,6 +131,16 @@ def feed_forward() -> ModelProto:
     return net.model(net("MatMul", net("Add", x, y), net.weights(32, 16)))
 
 
+def swish() -> ModelProto:
+    """Convolutions, each behind it a product of its result with that one's sigmoid, as SiLU is exported."""
+    net = Net()
+    x = net.input(1, 8, 9, 9)
+    for channels, out in ((8, 20), (20, 12)):
+        x = net.conv(x, channels, out, (3, 3), pads=[1] * 4)
+        x = net("Mul", x, net("Sigmoid", x))
+    return net.model(net("GlobalAveragePool", x))
+
+
 def in_all(model: ModelProto, host: Host, folder: Path) -> list[str]:
     """What an inference calls, kernels without their numbers."""
     module, _ = take(model, host, folder).graph.emit(plain)
@@ -187,6 +197,7 @@ def test_networks_are_computed_in_integers(
         (grouped, Recipe()),
         (feed_forward, Recipe()),
         (squeeze_and_excite, Recipe()),
+        (swish, Recipe()),
     ],
 )
 def test_networks_compute_what_the_reference_does(
