@@ -165,7 +165,7 @@ def test_samples_that_disagree() -> None:
     order; samples that agree are enough."""
 
     def settle(*seconds: float) -> tuple[int, tuple[float, ...]]:
-        sampler = sampling._Sampler(None, [], [seconds[0]])
+        sampler = sampling.Sampler(None, [], [seconds[0]], None)
         while not sampler.is_settled(3, None):
             sampler.seconds.append(seconds[len(sampler.seconds)])
         return len(sampler.seconds), sampler.fastest(3)
