@@ -30,9 +30,9 @@ class Case:
         for shape, dtype in parameters[: len(parameters) - self.outputs]:
             if dtype.startswith("float"):
                 # Halves of small integers: their products and sums are exact in every order and precision.
-                arrays.append((generator.integers(-4, 5, shape) / 2).astype(dtype))
+                arrays.append(np.asarray(generator.integers(-4, 5, shape) / 2, dtype))
             else:
-                arrays.append(generator.integers(-8, 9, shape).astype(dtype))
+                arrays.append(np.asarray(generator.integers(-8, 9, shape), dtype))
         for shape, dtype in parameters[len(parameters) - self.outputs :]:
             arrays.append(np.full(shape, np.nan if dtype.startswith("float") else 77, dtype))
         return arrays

@@ -46,6 +46,8 @@ CASES = (
     cases.product(64, 64, 48, batch=2, dtype="int8", after="bias"),
     cases.convolution(1, 16, 32, (14, 14), dtype="float16", after="cast"),
     cases.convolution(1, 3, 7, (17, 17), stride=2, after="bias"),
+    # Weights of which eight halves that are fetched at once would cross from one channel's window to the next.
+    cases.convolution(1, 16, 16, (5, 14), window=(5, 2), padding=0, dtype="float16"),
     cases.rows("softmax", [7, 12], 197, "float16"),
     cases.rows("layer_norm", [49], 768),
     cases.rows("two", [3], 100),

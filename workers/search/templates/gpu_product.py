@@ -63,8 +63,8 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
     The geometry names sizes; bits of the numbers that are multiplied and summed (`left_bits`, `right_bits`,
     `sum_bits`), whether they are floats, which of `TENSOR_TYPES` they are; whether neighbours in memory lie along the
     summed axis (`left_along`, `right_along`); whether an operand is read as windows (`left_window`, …), how many of its
-    numbers can be read at once (`left_lanes`, …), and whether they lie along several axes (`left_fused`, …); what is
-    computed before (`conditional`) and after (`expensive`, `operations`).
+    numbers can be read at once (`left_lanes`, …), and whether these cross from one axis to the next (`left_crossed`,
+    …); what is computed before (`conditional`) and after (`expensive`, `operations`).
     """
     found = plain.nests(function)
     stages = [stage for _, stage in found if stage is not None]
@@ -111,8 +111,8 @@ def product_of(function: tirx.PrimFunc) -> Product | None:
             "right_window": int(_is_window(second, stage)),
             "left_lanes": lanes[0][0],
             "right_lanes": lanes[1][0],
-            "left_fused": int(lanes[0][1]),
-            "right_fused": int(lanes[1][1]),
+            "left_crossed": int(lanes[0][1]),
+            "right_crossed": int(lanes[1][1]),
         },
     )
 
@@ -171,17 +171,19 @@ def _is_window(access: Access, stage: Stage) -> bool:
 
 
 def _lanes(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> tuple[int, bool]:
-    """How many numbers lie side by side and begin at a multiple of as many, up to 16; whether they do on several axes.
+    """How many numbers lie side by side and begin at a multiple of as many, up to 16; whether so many cross from one
+    axis to the next.
 
     1 for windows, which begin anywhere, and where axes do not follow one another address by address.
     """
-    near = [i for i in by_kind[_side_by_side(access, stage, by_kind)] if uses(access, stage.variables[i])]
+    near = [i for i in by_kind.get(_side_by_side(access, stage, by_kind), ()) if uses(access, stage.variables[i])]
     far = [i for i, v in enumerate(stage.variables) if i not in near and stage.extents[i] > 1 and uses(access, v)]
     steps = access.coefficients([stage.variables[i] for i in [*near, *far]])
     walked = [math.prod(stage.extents[i] for i in near[position + 1 :]) for position in range(len(near))]
-    if _is_window(access, stage) or steps is None or steps[: len(near)] != walked:
-        return 1, len(near) > 1
-    return math.gcd(16, math.prod(stage.extents[i] for i in near), *steps[len(near) :]), len(near) > 1
+    if not near or _is_window(access, stage) or steps is None or steps[: len(near)] != walked:
+        return 1, False
+    lanes = math.gcd(16, math.prod(stage.extents[i] for i in near), *steps[len(near) :])
+    return lanes, stage.extents[near[-1]] % lanes != 0
 
 
 def _side_by_side(access: Access, stage: Stage, by_kind: Mapping[str, Sequence[int]]) -> str:
@@ -281,6 +283,7 @@ def number_of(schedule: Any, block: Any, buffer: Any) -> int:
 
 class GpuProductTemplate(Template[Gpu]):
     name: ClassVar[str] = "gpu-product"
+    version: ClassVar[int] = 2
     #: Threads of a block along rows and along columns; results that each of them sums, along both; steps of the sum
     #: whose numbers are fetched together; whether a thread's results lie side by side (0) or in fours all over its
     #: block's tile; which matrices are staged in shared memory (1: left, 2: right, 3: both); whether they are turned
@@ -307,7 +310,7 @@ class GpuProductTemplate(Template[Gpu]):
               ("batch", "rows", "columns", "sum", "expensive", "operations")),
             *(geometry[name] / 32 for name in ("left_bits", "right_bits", "sum_bits")),
             *(float(geometry[name]) for name in
-              ("floats", "left_along", "right_along", "left_window", "right_window", "left_fused", "right_fused",
+              ("floats", "left_along", "right_along", "left_window", "right_window", "left_crossed", "right_crossed",
                "conditional")),
             *(math.log2(geometry[name]) for name in ("left_lanes", "right_lanes")),
             *(math.log2(1 + config[knob]) for knob in self.knobs),
@@ -505,7 +508,8 @@ def _cost(geometry: Geometry, config: Config, gpu: Gpu) -> float:
     rounds = math.ceil(plan.blocks / gpu.multiprocessors)
     at_once = min(rounds, resident_blocks(threads, plan.registers, plan.shared_bytes, gpu))
     # Too few warps cannot hide that each waits.
-    idle = max(1.0, _ENOUGH_WARPS / (at_once * math.ceil(threads / gpu.warp)))
+    useful = min(1.0, geometry["rows"] / plan.tile_i) * min(1.0, geometry["columns"] / plan.tile_j)
+    idle = max(1.0, _ENOUGH_WARPS / (at_once * useful * math.ceil(threads / gpu.warp)))
     partial = math.ceil(threads / gpu.warp) * gpu.warp / threads
     return rounds * plan.padded_work / plan.blocks * (1 + near + far + barrier) * idle * partial
 

@@ -29,12 +29,12 @@ _SUM_REGISTERS: Final = 8
 _FACTOR_REGISTERS: Final = 8
 _OTHER_REGISTERS: Final = 40
 _MOST_REGISTERS: Final = 255
-_RESULT_OFFSET: Final = 4  #: numbers added to a line of results, which else all begin in the same bank
 _ENOUGH_WARPS: Final = 8  #: of a multiprocessor, to hide that each of them waits
 
 
 class GpuTensorTemplate(Template[Gpu]):
     name: ClassVar[str] = "gpu-tensor"
+    version: ClassVar[int] = 2
     #: Warps of a block along rows and along columns; fragments that each of them sums, along both; fragments along the
     #: sum that are fetched together; numbers that a thread copies at once.
     knobs: ClassVar[tuple[str, ...]] = ("warps_i", "warps_j", "fragments_i", "fragments_j", "step", "vector")
@@ -51,7 +51,7 @@ class GpuTensorTemplate(Template[Gpu]):
             *(math.log2(1 + geometry[name]) for name in
               ("batch", "rows", "columns", "sum", "expensive", "operations")),
             *(float(geometry[name]) for name in
-              ("tensor", "left_along", "right_along", "left_window", "right_window", "left_fused", "right_fused",
+              ("tensor", "left_along", "right_along", "left_window", "right_window", "left_crossed", "right_crossed",
                "conditional")),
             *(math.log2(geometry[name]) for name in ("left_lanes", "right_lanes")),
             *(math.log2(config[knob]) for knob in self.knobs),
@@ -122,7 +122,6 @@ class GpuTensorTemplate(Template[Gpu]):
             schedule.compute_at(fragment, step, preserve_unit_loops=True)
             fragments.append(fragment)
         result = schedule.cache_write(block, 0, gpu_fragments.SCOPE)
-        schedule.storage_align(result, 0, axis=-2, factor=SIDE, offset=_RESULT_OFFSET)
         sums = schedule.cache_write(block, 0, "wmma.accumulator")
         schedule.reverse_compute_at(sums, warp, preserve_unit_loops=True)
         schedule.reverse_compute_at(result, warp, preserve_unit_loops=True)
@@ -168,7 +167,7 @@ def _plan(geometry: Geometry, config: Config) -> _Plan:
     item = geometry["left_bits"] // 8
     offset = SIDE // 2 if item > 1 else 0
     staged = [count * (length + offset) * item for count, length in lines]
-    results = tile_i * (tile_j + _RESULT_OFFSET) * geometry["sum_bits"] // 8
+    results = tile_i * tile_j * geometry["sum_bits"] // 8
     registers = (
         _SUM_REGISTERS * config["fragments_i"] * config["fragments_j"]
         + _FACTOR_REGISTERS * (config["fragments_i"] + config["fragments_j"])
@@ -184,15 +183,9 @@ def _fetched(geometry: Geometry, config: Config, side: str) -> int:
     """Numbers of the left or the right matrix that a thread fetches at once.
 
     TVM cannot spell eight of float16 that it reads one by one, as it does where it cannot show that they lie side by
-    side: on axes that are fused and padded.
+    side: where they cross from one axis to the next.
     """
-    size, fragments = "rows", config["warps_i"] * config["fragments_i"]
-    if side == "right":
-        size, fragments = "columns", config["warps_j"] * config["fragments_j"]
-    if geometry[f"{side}_along"]:
-        size, fragments = "sum", config["step"]
-    padded = geometry[size] % (SIDE * fragments) != 0
-    return min(config["vector"], geometry[f"{side}_lanes"], 4 if geometry[f"{side}_fused"] and padded else SIDE)
+    return min(config["vector"], geometry[f"{side}_lanes"], 4 if geometry[f"{side}_crossed"] else SIDE)
 
 
 def _choices(geometry: Geometry, gpu: Gpu) -> Iterator[Config]:
