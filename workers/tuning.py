@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from workers.packaging.reference import Comparison
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
-    from workers.search.lanes import LocalBuilder, Runner
+    from workers.search.lanes import LocalBuilder
     from workers.search.records import Records
 
 _log = structlog.get_logger()
@@ -150,6 +150,9 @@ class Attempt:
     def stage(self, name: str, message: str) -> None:
         _log.info("stage", job=self.claim.job_id, stage=name, message=message)
         self.report("stage", {"stage": name, "message": message})
+
+    def warn(self, message: str) -> None:
+        self.report("warning", {"message": message})
 
     def run(self) -> None:
         """Raises TuningFailed or InvalidRequest when the job cannot be done, StaleAttempt when it is no longer ours."""
@@ -397,17 +400,14 @@ class Attempt:
         """What a search's kernels include, compiled once; None where that is not wanted, or NVRTC does not."""
         from workers.search import gpu_steps
 
-        search = self.job.spec.search
-        if not search.trials or search.tuner == "none":
+        if not self.job.spec.search.trials:
             return None
         path = str(self.scratch / "headers.pch")
         arguments = (path, self.key.device.arch, self.key.options.fast_math)
         try:
             server.call_retrying(gpu_steps.precompile_headers, *arguments, deadline_s=60.0)
         except ChildFailed as failure:
-            self.report(
-                "warning", {"message": f"candidates compile more slowly: headers were not precompiled: {failure}"}
-            )
+            self.warn(f"candidates compile more slowly: headers were not precompiled: {failure}")
             return None
         return path
 
@@ -460,7 +460,7 @@ class Attempt:
         search = self.job.spec.search
         before = self.job.trials_measured
         searched_s, failures = self._searched_before()
-        with make_builder() as builder, closing(self._runner(server)) as runner:
+        with make_builder() as builder, closing(self.lane.runner(server, self.key, self.scratch, self.warn)) as runner:
             scheduler = Scheduler(
                 server=server,
                 target=target,
@@ -489,12 +489,6 @@ class Attempt:
                 f"none of {outcome.trials} candidates could be built and run; the job's trial events say why for each"
             )
         return outcome
-
-    def _runner(self, server: ForkServer) -> Runner:
-        def warn(message: str) -> None:
-            self.report("warning", {"message": message})
-
-        return self.lane.runner(server, self.key, self.scratch, warn)
 
     def _guarded(self, guard: Guard) -> dict[str, Json]:
         """Keep how each slot was, and tell it."""
@@ -543,7 +537,7 @@ class Attempt:
         try:
             found = measure()
         except roof.RoofNotMeasured as error:
-            self.report("warning", {"message": str(error)})
+            self.warn(str(error))
             return None
         measured = Roof(
             found.flops_per_s, found.bytes_per_s, found.flops_per_s_one_thread,
@@ -663,9 +657,7 @@ class Attempt:
         for left in reversed(range(1 if board is None else _BOARDS_TRIED)):
             try:
                 timeout_s = _CHECK_TIMEOUT_S + (0 if board is None else board.patience_s)
-                verdict = compared(
-                    comparison, spec, timeout_s, lambda message: self.report("warning", {"message": message})
-                )
+                verdict = compared(comparison, spec, timeout_s, self.warn)
                 break
             except LoadFailed as error:
                 # What a board says of a library is in the verdict: here the board was lost.
@@ -673,7 +665,7 @@ class Attempt:
                     raise
                 if not left:
                     raise DeviceLost(f"{_BOARDS_TRIED} boards were lost in the check; {error}") from None
-                self.report("warning", {"message": f"checked again, on the next board: {error}"})
+                self.warn(f"checked again, on the next board: {error}")
         if "refused" in verdict:
             raise CheckFailed(
                 f"ONNX Runtime itself cannot run the model on example inputs (standard normal floats, integers from "
@@ -693,7 +685,7 @@ class Attempt:
             raise CheckFailed(disagreement(label, check["problem"], outcome.variants()))
         if check["outputs_without_finite_values"]:
             names = ", ".join(map(repr, check["outputs_without_finite_values"]))
-            self.report("warning", {"message": f"no finite value of {names} was compared: there was none"})
+            self.warn(f"no finite value of {names} was compared: there was none")
         # On a busy machine a library of many short parallel kernels waits for cores in most of its samples, and its
         # median says nothing: what else runs makes a sample longer, never shorter.
         fastest_s = {name: min(samples) for name, samples in verdict["samples_s"].items()}

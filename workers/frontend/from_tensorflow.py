@@ -75,7 +75,7 @@ def convert_frozen_graph(path: Path, target: Path) -> None:
 def _ends(operations: Sequence[Any]) -> tuple[list[str], list[str]]:
     """The names of a graph's inputs and outputs. InvalidModel if it has variables or no outputs."""
     for operation in operations:
-        if operation.type.startswith(("Var", "Variable", "ReadVariable")):
+        if operation.type.startswith(("Var", "ReadVariable")):
             raise InvalidModel(
                 f"the TensorFlow graph is not frozen: node {operation.name!r} is a variable; send the SavedModel"
             )

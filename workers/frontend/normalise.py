@@ -258,14 +258,7 @@ def clip(graph: Graph, node: NodeProto) -> bool:
 
 def reduce_bool(graph: Graph, node: NodeProto) -> bool:
     """TVM has no largest or smallest of truths."""
-    if reduction(graph, node):
-        return True
-    if graph.dtype(node.input[0]) != TensorProto.BOOL:
-        return False
-    numbers = graph.cast(node.input[0], TensorProto.UINT8)
-    reduced = graph.op(node.op_type, [numbers, *node.input[1:]], **graph.attributes(node))
-    graph.cast(reduced, TensorProto.BOOL, node.output[0])
-    return True
+    return reduction(graph, node) or _reduced_as(graph, node, TensorProto.BOOL, TensorProto.UINT8)
 
 
 def reduction(graph: Graph, node: NodeProto) -> bool:
@@ -290,13 +283,16 @@ def reduction(graph: Graph, node: NodeProto) -> bool:
 
 def reduce_mean(graph: Graph, node: NodeProto) -> bool:
     """TVM's mean of int32 is an int64."""
-    if reduction(graph, node):
-        return True
-    if graph.dtype(node.input[0]) != TensorProto.INT32:
+    return reduction(graph, node) or _reduced_as(graph, node, TensorProto.INT32, TensorProto.INT64)
+
+
+def _reduced_as(graph: Graph, node: NodeProto, dtype: int, other: int) -> bool:
+    """A reduction of `dtype` by way of `other`."""
+    if graph.dtype(node.input[0]) != dtype:
         return False
-    wide = graph.cast(node.input[0], TensorProto.INT64)
-    mean = graph.op("ReduceMean", [wide, *node.input[1:]], **graph.attributes(node))
-    graph.cast(mean, TensorProto.INT32, node.output[0])
+    numbers = graph.cast(node.input[0], other)
+    reduced = graph.op(node.op_type, [numbers, *node.input[1:]], **graph.attributes(node))
+    graph.cast(reduced, dtype, node.output[0])
     return True
 
 
@@ -415,8 +411,8 @@ REWRITES: Final[Mapping[str, Rewrite]] = {
     "Shape": shape_of,
     "Size": shape_of,
     "Softplus": softplus,
-    "TopK": top_k,
     "SpaceToDepth": space_to_depth,
+    "TopK": top_k,
     "Upsample": upsample,
     **lacking.REWRITES,
     **quantized.REWRITES,

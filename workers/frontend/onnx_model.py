@@ -415,19 +415,19 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
     for node in graph.node:
         if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED or node.op_type in _SHAPES_ONLY:
             continue
-        for place in _SHAPES_FROM.get(node.op_type, ()):
-            if place < len(node.input) and node.input[place] in fed:
+        for places, what, advice in (
+            (_SHAPES_FROM, "the shape of its result", "make {!r} a constant of the model"),
+            (
+                _LENGTHS_FROM, "how long its result is",
+                "end the model before it, and do it in the program that runs the library",
+            ),
+        ):  # fmt: skip
+            given = [node.input[place] for place in places.get(node.op_type, ()) if place < len(node.input)]
+            name = next((name for name in given if name in fed), None)
+            if name is not None:
                 raise unsupported(
                     node.op_type, name_of(node), opset,
-                    f": the shape of its result depends on the numbers in input {fed[node.input[place]]!r}; make "
-                    f"{node.input[place]!r} a constant of the model",
-                )  # fmt: skip
-        for place in _LENGTHS_FROM.get(node.op_type, ()):
-            if place < len(node.input) and node.input[place] in fed:
-                raise unsupported(
-                    node.op_type, name_of(node), opset,
-                    f": how long its result is depends on the numbers in input {fed[node.input[place]]!r}; end the "
-                    "model before it, and do it in the program that runs the library",
+                    f": {what} depends on the numbers in input {fed[name]!r}; {advice.format(name)}",
                 )  # fmt: skip
         source = next((fed[name] for name in node.input if name in fed), None)
         if source is not None:

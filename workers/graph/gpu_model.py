@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import tirx
 
-from tuning_db.trials import Workload
 from workers.graph import gpu, tasks
 from workers.graph.operators import Adopt
 from workers.graph.work import work_of
@@ -52,15 +51,14 @@ class GpuModel:
         module = self.module.clone()
         for name, choice in choices.items():
             if choice.trace is not None:
-                function = function_of(choice.variant.workload, choice.trace)
+                function = function_of(schedule_of(choice.variant.workload, choice.trace))
                 for own in self._functions[name]:
                     module[module.get_global_var(own)] = function.with_attr("global_symbol", own)
         return schedule_the_rest(module, self.target)
 
 
-def function_of(workload: Workload, trace: str) -> tirx.PrimFunc:
-    """The workload with the trace applied, marked as scheduled unless that did nothing."""
-    schedule = schedule_of(workload, trace)
+def function_of(schedule: tvm.s_tir.Schedule) -> tirx.PrimFunc:
+    """The scheduled function, marked as such unless nothing was done to it."""
     function = schedule.mod["main"]
     return gpu.scheduled(function) if len(schedule.trace.insts) else function
 

@@ -137,17 +137,26 @@ def build(target_json: str, candidate: Candidate, folder: str) -> Built:
     with pass_context():
         packed = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(schedule.mod)
         executable = tvm.compile(elementary.lower_module(packed), target=target)
-    arguments = tuple(
-        (str(argument.dtype), tuple(int(size) for size in argument.shape))
-        for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
-    )
-    name = f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
+    arguments = arguments_of(schedule)
     return Built(
-        library=str(link(executable.mod, Path(folder) / name, arch_of(target_json))),
+        library=str(link(executable.mod, Path(folder) / file_stem(candidate), arch_of(target_json))),
         arguments=arguments,
         features=features,
         weights=tuple(index for index in constants_of(schedule.mod["main"]) if arguments[index][0] in _WEIGHTS),
     )
+
+
+def arguments_of(schedule: tvm.s_tir.Schedule) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and shape of each argument of the scheduled function."""
+    return tuple(
+        (str(argument.dtype), tuple(int(size) for size in argument.shape))
+        for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
+    )
+
+
+def file_stem(candidate: Candidate) -> str:
+    """What the candidate's files are called, but for their kinds."""
+    return f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}"
 
 
 def featurize(target_json: str, candidates: Sequence[Candidate]) -> list[Features | None]:

@@ -275,6 +275,16 @@ def function_of(name: str) -> Callable[..., Any]:
     return found
 
 
+def what_it_said(error: Exception) -> str:
+    """An exception's type and message, of a long one the end."""
+    return "".join(traceback.format_exception_only(error)).strip()[-2000:]
+
+
+def how_it_ended(exit_code: int) -> str:
+    """What became of a process, by its exit status, negative for a signal."""
+    return f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"left with status {exit_code}"
+
+
 def prepare(entry: str) -> None:
     """Do what is to be done before a process serves: import "module", or call "module:function:argument"."""
     module, _, call = entry.partition(":")
@@ -336,10 +346,7 @@ class _Child:
             outcome, value = "crash", None
         status = self._end()
         if outcome == "crash":
-            if os.WIFSIGNALED(status):
-                value = f"died of {signal.Signals(os.WTERMSIG(status)).name}"
-            else:
-                value = f"left with status {os.WEXITSTATUS(status)}"
+            value = how_it_ended(os.waitstatus_to_exitcode(status))
         return outcome, value
 
     def kill(self) -> tuple[str, Any]:
@@ -430,8 +437,7 @@ def _run_child(request: _Request, pipe: int, server_pid: int) -> None:
             answer = ("ok", function_of(request.function)(*request.arguments))
             data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            lines = traceback.format_exception_only(error)
-            data = pickle.dumps(("error", "".join(lines).strip()[-2000:]))
+            data = pickle.dumps(("error", what_it_said(error)))
         with os.fdopen(pipe, "wb") as out:
             out.write(data)
         status = 0

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Final
 
 import tvm
-from tvm.s_tir import meta_schedule as ms
 
 from workers.graph.gpu import scheduled
 from workers.graph.gpu_model import function_of
 from workers.packaging import nvrtc
 from workers.packaging.gpu_library import compile_kernel, schedule_the_rest
 from workers.search.candidates import Built, Candidate
-from workers.search.forked_steps import extract_features, schedule_of
+from workers.search.forked_steps import arguments_of, extract_features, file_stem, schedule_of
 
 #: Of the reference kernel: numbers, and square roots of each, about a millisecond of a large GPU.
 _NUMBERS: Final = 1 << 20
@@ -38,17 +37,12 @@ def build(target_json: str, candidate: Candidate, folder: str, fast_math: bool, 
     """Compile one candidate into a shared library under `folder`, machine code inside, and extract the features of a
     sketch. `headers`: of `precompile_headers`. BuildFailed as `gpu_library.compile_kernel`."""
     target = tvm.target.Target(json.loads(target_json))
-    function = function_of(candidate.workload, candidate.trace)
     schedule = schedule_of(candidate.workload, candidate.trace)
     features = None if candidate.config is not None else extract_features(target, candidate.workload, schedule)
-    path = Path(folder) / f"{candidate.workload.digest[:12]}-{candidate.digest[:20]}.so"
-    module = schedule_the_rest(tvm.ir.IRModule({"main": function}), target)
+    path = Path(folder) / f"{file_stem(candidate)}.so"
+    module = schedule_the_rest(tvm.ir.IRModule({"main": function_of(schedule)}), target)
     compile_kernel(module, target, path, fast_math=fast_math, headers=None if headers is None else Path(headers))
-    arguments = tuple(
-        (str(argument.dtype), tuple(int(size) for size in argument.shape))
-        for argument in ms.arg_info.ArgInfo.from_entry_func(schedule.mod)
-    )
-    return Built(str(path), arguments, features)
+    return Built(str(path), arguments_of(schedule), features)
 
 
 def precompile_headers(path: str, arch: str, fast_math: bool) -> None:

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -24,10 +23,12 @@ from workers.search.forkserver import (
     ChildError,
     ChildTimeout,
     function_of,
+    how_it_ended,
     name_of,
     prepare,
     receive,
     send,
+    what_it_said,
 )
 
 _START: Final = "import sys; from workers.search.spawned import main; main(sys.argv[1:])"
@@ -74,7 +75,7 @@ class Spawned:
             raise ChildError(value)
         if outcome == "timeout":
             raise ChildTimeout(f"killed after {deadline_s:g} s")
-        raise ChildCrashed(_how(status))
+        raise ChildCrashed(how_it_ended(status))
 
     def close(self) -> None:
         self._end()
@@ -90,7 +91,9 @@ class Spawned:
         outcome, value = self._exchange(ours, None, START_S)
         if outcome != "ok":
             status = self._end()
-            raise NotStarted({"error": value, "timeout": f"not ready after {START_S:g} s"}.get(outcome) or _how(status))
+            raise NotStarted(
+                {"error": value, "timeout": f"not ready after {START_S:g} s"}.get(outcome) or how_it_ended(status)
+            )
 
     def _exchange(self, connection: socket.socket, request: object, timeout_s: float) -> tuple[str, Any]:
         """What the process answers to a request, or, without one, says first."""
@@ -121,10 +124,6 @@ class Spawned:
         return process.wait()
 
 
-def _how(status: int) -> str:
-    return f"died of {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
-
-
 def main(arguments: Sequence[str]) -> None:
     die_with_parent(int(arguments[1]))
     connection = socket.socket(fileno=int(arguments[0]))
@@ -147,6 +146,6 @@ def _answer(connection: socket.socket, call: Callable[[], Any]) -> bool:
     try:
         send(connection, ("ok", call()))
     except Exception as error:
-        send(connection, ("error", "".join(traceback.format_exception_only(error)).strip()[-2000:]))
+        send(connection, ("error", what_it_said(error)))
         return False
     return True

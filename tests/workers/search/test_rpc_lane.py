@@ -167,8 +167,7 @@ def test_frozen_board(
     frozen.suspend()
     outcomes = runner.run_all([(built, None)] * 3)
     assert [type(outcome) for outcome in outcomes] == [Measured] * 3
-    assert len(warnings) == 1
-    assert "does not answer" in warnings[0]
+    assert [warning for warning in warnings if "does not answer" in warning]
     other = agents[1].children()[0]
     other.suspend()
     impatient = RpcRunner(server, replace(twins, patience_s=1.0), host.identity, ONCE, connect_s=1.5)
