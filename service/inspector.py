@@ -29,7 +29,7 @@ from tuning_db.errors import (
     UnsupportedOperator,
     UnsupportedOption,
 )
-from tuning_db.keys import QuantizationConfig, TensorSpec, is_sha256
+from tuning_db.keys import ArtifactKey, TensorSpec, is_sha256
 
 log = structlog.get_logger()
 
@@ -102,16 +102,22 @@ class Inspector:
             raise InvalidModel("the model's parser gave an answer without a digest; see the service's log")
         return found
 
-    async def check(
-        self, path: Path, sha256: str, inputs: Sequence[TensorSpec], quantization: QuantizationConfig
-    ) -> None:
+    async def check(self, path: Path, sha256: str, key: ArtifactKey) -> None:
         """Bind the shapes and run shape inference: ShapeMismatch or UnsupportedOperator if they cannot work,
-        InvalidRequest for an exclusion that names no node, or weights that are too large to be quantized."""
-        bindings = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in inputs}
-        asked = json.dumps({"inputs": bindings, "exclude": quantization.exclude}, sort_keys=True)
+        InvalidRequest for an exclusion that names no node, weights that are too large to be quantized, or what is not
+        done of such a model for this key."""
+        asked = json.dumps(
+            {
+                "inputs": {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in key.inputs},
+                "exclude": key.quantization.exclude,
+                "device_kind": key.device.kind,
+                "ranged": key.range is not None,
+            },
+            sort_keys=True,
+        )
         arguments = ["--bind"]
-        if quantization.scheme != "none":
-            arguments += ["--scheme", quantization.scheme]
+        if key.quantization.scheme != "none":
+            arguments += ["--scheme", key.quantization.scheme]
         await self._ask(path, sha256, _MODEL, *arguments, stdin=asked.encode())
 
     async def nodes(self, path: Path, sha256: str) -> tuple[list[tuple[str, str]], int]:

@@ -65,9 +65,9 @@ from workers.settings import Settings
 if TYPE_CHECKING:
     import tvm
 
-    from workers.frontend.onnx_import import Imported
+    from workers.frontend.onnx_import import Imported, Selected
     from workers.graph.memory import MemoryPlan
-    from workers.packaging.reference import Comparison
+    from workers.packaging.reference import Comparison, Rest
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
     from workers.search.lanes import LocalBuilder
@@ -158,7 +158,9 @@ class Attempt:
         """Raises TuningFailed or InvalidRequest when the job cannot be done, StaleAttempt when it is no longer ours."""
         with self._maker() as make:
             self._check_toolchain()
-            from workers.frontend.onnx_import import import_onnx
+            from workers.frontend.onnx_import import HEAD, WHOLE, import_parts
+            from workers.frontend.onnx_model import refuse_selecting
+            from workers.packaging.reference import Rest
 
             if self.key.range is not None and self.lane.board(self.key, _CHECK_TIMEOUT_S) is not None:
                 raise UnsupportedOption(
@@ -173,19 +175,37 @@ class Attempt:
             imports: dict[str, Imported] = {}
             for function, inputs in self.key.functions().items():
                 self.stage("import", f"reading the model with {', '.join(map(str, inputs))}")
-                imported = imports[function] = import_onnx(path, inputs, self.scratch)
-            self.stage("graph", f"{imported.nodes_before} nodes, {imported.nodes_after} after folding")
-            made = make(imports)
+                parts = import_parts(path, inputs, self.scratch)
+                if parts.selected is None:
+                    imports[function] = parts.functions[WHOLE]
+                else:
+                    refuse_selecting(
+                        self.key.quantization.scheme, self.key.device.kind, ranged=self.key.range is not None
+                    )
+                    imports |= parts.functions
+            self.stage("graph", f"{parts.nodes_before} nodes, {parts.nodes_after} after folding")
+            made = make(imports, parts.selected)
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         libraries = made.libraries
         verdicts: dict[str, dict[str, Any]] = {}
-        for function, inputs in self.key.functions().items():
-            reference = imports[function].bound
+        for part, imported in imports.items():
+            reference = imported.bound
             if quantized is not None and self.key.quantization.scheme == "fp16":
                 reference = quantized.fp32
-            verdicts[function] = self._compare(reference, inputs, libraries, made.threads, quantized, function=function)
+            verdicts[part] = self._compare(
+                reference, imported.inputs, libraries, made.threads, quantized,
+                function=part, timed=parts.selected is None,
+            )  # fmt: skip
+        if parts.selected is not None:
+            head = imports.get(HEAD)
+            verdicts[WHOLE] = self._compare(
+                parts.bound, inputs, libraries, made.threads, None,
+                rest=Rest(str(parts.selected.rest), None if head is None else [spec.name for spec in head.outputs]),
+            )  # fmt: skip
         verdict = combined(list(verdicts.values()))
+        if parts.selected is not None:  # its parts were compared, not timed
+            verdict = {**verdicts[WHOLE], "checks": verdict["checks"]}
         outcome = self._settle(verdict, libraries, made.outcome)
         label = self._pick(verdict, outcome)
         latency = _latencies(verdict["samples_s"], verdict["parts_s"])
@@ -201,7 +221,7 @@ class Attempt:
             "manifest_version": MANIFEST_VERSION,
             "entry": function,
             "inputs": to_json(inputs),
-            "outputs": to_json(imported.outputs),
+            "outputs": to_json(parts.told_outputs()),
             "range": told_range,
             "format": "tvm-relax-vm-so",
             "variant": label,
@@ -210,8 +230,8 @@ class Attempt:
             "check": verdict["checks"][label],
             "quantization": None if quantized is None else quantized.told,
             "graph": {
-                "nodes_before": imported.nodes_before,
-                "nodes_after": imported.nodes_after,
+                "nodes_before": parts.nodes_before,
+                "nodes_after": parts.nodes_after,
                 **made.graphs[libraries[label]],
             },
             "records": {
@@ -233,7 +253,7 @@ class Attempt:
         self.store.publish(self.claim, (digest, size), latency[label]["median_s"], manifest)
 
     @contextmanager
-    def _maker(self) -> Iterator[Callable[[Mapping[str, Imported]], Made]]:
+    def _maker(self) -> Iterator[Callable[[Mapping[str, Imported], Selected | None], Made]]:
         """What makes the libraries for a device of this kind. What differs by kind is behind it."""
         search = self.job.spec.search
         if self.key.device.kind == "cuda":
@@ -251,15 +271,17 @@ class Attempt:
         with ForkServer(preload(intrinsics)) as server:
             yield partial(make, server)
 
-    def _make_for_cpu(self, server: ForkServer, imports: Mapping[str, Imported]) -> Made:
+    def _make_for_cpu(self, server: ForkServer, imports: Mapping[str, Imported], selected: Selected | None) -> Made:
         """The untuned library, and one or two with the schedules that a search has found. Each has a function for each
-        of `imports`, whose operators are searched together."""
+        of `imports`, whose operators are searched together, and the one that joins them, if they are parts."""
         import tvm
 
         from workers.devices.local_cpu import cpu_of, host_cores
         from workers.devices.targets import with_options
         from workers.graph import pipeline
+        from workers.graph.memory import together as planned_together
         from workers.graph.operators import Model
+        from workers.graph.selected import joined
         from workers.packaging import library
         from workers.search.candidates import together
         from workers.search.lanes import LocalBuilder
@@ -272,11 +294,19 @@ class Attempt:
         with target, pipeline.pass_context(self.key.options.opt_level):
             simplified = {name: pipeline.simplify()(imported.module) for name, imported in imports.items()}
             untuned_modules = {name: pipeline.lower_operators()(module) for name, module in simplified.items()}
-        largest = list(imports)[-1]
+
+        def compiled(parts: Mapping[str, tvm.ir.IRModule], path: Path) -> MemoryPlan:
+            module = library.merge(parts)
+            if selected is not None:
+                module = joined(module, imports, selected)
+            plans = library.compile_functions(module, target, path)
+            # Of a range the manifest tells of the largest batch, of parts of a model what all come to.
+            return planned_together(plans.values()) if selected is not None else plans[list(imports)[-1]]
+
         slabs = None if self.key.range is None else self._prove(untuned_modules, imports, self.key.range)
         untuned = self.scratch / "untuned.so"
         libraries = {"untuned": str(untuned)}
-        plans = {str(untuned): library.compile_functions(library.merge(untuned_modules), target, untuned)[largest]}
+        plans = {str(untuned): compiled(untuned_modules, untuned)}
         records = Records(self.store, self.claim, self.key.record_scope())
         half = self.key.quantization.scheme == "fp16"
         models = {
@@ -297,11 +327,13 @@ class Attempt:
                 name: model.assemble({own: choices[common] for own, common in names[name].items()})
                 for name, model in models.items()
             }
-            plans[str(path)] = library.compile_functions(library.merge(modules), target, path)[largest]
+            plans[str(path)] = compiled(modules, path)
+        # Of a model in parts the first, where the weights are.
+        main = next(iter(models.values() if selected is not None else reversed(models.values())), None)
         told: dict[str, Json] = {
             "operators": len(operators),
-            "quantized_sums": models[largest].integer_sums(),
-            **({"weights": models[largest].weight_types()} if half else {}),
+            "quantized_sums": None if main is None else main.integer_sums(),
+            **({"weights": main.weight_types()} if half and main is not None else {}),
             "kernels_before": plans[str(untuned)].kernels.total(),
         }
         graphs = {path: {**told, **_reported(plan)} for path, plan in plans.items()}
@@ -344,7 +376,7 @@ class Attempt:
                     )
         return slabs
 
-    def _make_for_gpu(self, server: ForkServer, imports: Mapping[str, Imported]) -> Made:
+    def _make_for_gpu(self, server: ForkServer, imports: Mapping[str, Imported], selected: Selected | None) -> Made:
         """The untuned library, of TVM's default schedules, and one or two with those that a search has found, if it
         was asked for."""
         import tvm
@@ -358,6 +390,7 @@ class Attempt:
         from workers.search.records import Records
         from workers.search.templates.gpu_registry import GPU_TEMPLATES
 
+        assert selected is None, "run refuses it"
         target = tvm.target.Target(json.loads(self.key.target))
         options = self.key.options
         half = self.key.quantization.scheme == "fp16"
@@ -617,7 +650,7 @@ class Attempt:
         for size in dimension.between():
             inputs = dimension.at(self.key.inputs, size)
             reference = weights.write(bound_model(path, inputs, self.scratch), self.scratch)
-            verdict = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told)
+            verdict = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told, timed=False)
             check = verdict["checks"]["ranged"]
             if not check["ok"]:
                 raise CheckFailed(
@@ -636,6 +669,8 @@ class Attempt:
         *,
         function: str = "main",
         told_range: Mapping[str, Json] | None = None,
+        rest: Rest | None = None,
+        timed: bool = True,
     ) -> dict[str, Any]:
         from workers.packaging.on_gpu import OnGpu
         from workers.packaging.reference import Comparison
@@ -643,9 +678,10 @@ class Attempt:
         board = self.lane.board(self.key, _CHECK_TIMEOUT_S)
         gpu = OnGpu(_as_dict(to_json(self.key.device))) if self.key.device.kind == "cuda" else None
         comparison = Comparison(
-            str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu, function=function, range=told_range
-        )
-        if told_range is not None:  # its latencies were measured at the points
+            str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu, function=function,
+            range=told_range, rest=rest,
+        )  # fmt: skip
+        if not timed:
             comparison = replace(comparison, rounds=1, min_sample_s=0.0)
         spec = self.scratch / "comparison.json"
         if quantized is not None:

@@ -175,7 +175,7 @@ async def _submit(
         if calibration is not None:
             await run_in_threadpool(uploaded_calibration, services.blobs, calibration)
         keys = [specs[position].key for position in unknown]
-        checks = [services.inspector.check(path, model.blob, key.inputs, key.quantization) for key in keys]
+        checks = [services.inspector.check(path, model.blob, key) for key in keys]
         for position, complaint in zip(unknown, await asyncio.gather(*checks, return_exceptions=True), strict=True):
             with _located(wanted, position):
                 if complaint is not None:

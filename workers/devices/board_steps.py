@@ -64,21 +64,23 @@ def measure_in_turn(candidates: Sequence[Mapping[str, Any]], measurement: Mappin
     return [list(s) for s in sampling.measure_in_turn([_built(c) for c in candidates], Measurement(**measurement))]
 
 
-def infer(library: str, inputs: Sequence[str], outputs: Sequence[str], threads: int) -> None:
-    """Run a model's library on each file of `inputs` (.npz, `arr_0`, `arr_1`, … in the model's order), and write what
-    it answers into the file of `outputs` beside it."""
+def infer(library: str, inputs: Sequence[str], outputs: Sequence[str], threads: int, function: str = "main") -> None:
+    """Run a function of a library on each file of `inputs` (.npz, `arr_0`, `arr_1`, … in the model's order), and write
+    what it answers into the file of `outputs` beside it."""
     set_threads(threads)
-    call = load_library(library)
+    call = load_library(library, function=function)
     for source, destination in zip(inputs, outputs, strict=True):
         np.savez(destination, *outputs_of(call(*_tensors(source))))
 
 
 def time_libraries(
-    libraries: Mapping[str, str], inputs: str, threads: int, rounds: int, min_sample_s: float
+    libraries: Mapping[str, str], inputs: str, threads: int, rounds: int, min_sample_s: float, function: str = "main"
 ) -> dict[str, list[float]]:
-    """Seconds of one inference of each, by label, all taking turns."""
+    """Seconds of one call of each library's function, by label, all taking turns."""
     set_threads(threads)
-    callers = {label: partial(load_library(path), *_tensors(inputs)) for label, path in libraries.items()}
+    callers = {
+        label: partial(load_library(path, function=function), *_tensors(inputs)) for label, path in libraries.items()
+    }
     return time_in_turns(callers, rounds, min_sample_s)
 
 

@@ -3,9 +3,10 @@ upload in a process that may die.
 
 Prints one JSON object and exits 0, whether the model is good or not: ``{"ok": true, "digest", "format", "opset",
 "inputs", "outputs", "operators"}`` or ``{"ok": false, "error": {"type", "message", "field", …}}``. With ``--bind``
-there is ``{"inputs": {name: {"dtype", "shape"}}, "exclude": [name]}`` on standard input, as no argument may be as long:
-it also binds the shapes, infers all others and checks the operators that are left, that each name to be excluded may be
-a node's, and with ``--scheme`` that weights so large can be quantized. With ``--nodes`` the answer is
+there is ``{"inputs": {name: {"dtype", "shape"}}, "exclude": [name], "device_kind", "ranged"}`` on standard input, as no
+argument may be as long; all but the inputs may be left out. It also binds the shapes, infers all others and checks the
+operators that are left, that each name to be excluded may be a node's, with ``--scheme`` that weights so large can be
+quantized, and that a model which selects boxes can be compiled as it is asked for. With ``--nodes`` the answer is
 ``{"ok": true, "nodes": [{"node", "operator"}], "more"}``: those that int8 can leave out, and how many are not told.
 With ``--calibration`` the file holds samples, and the answer is ``{"ok": true, "digest", "arrays"}``. Of a model that
 `workers.frontend.convert` makes into ONNX it says no more than ``{"ok": true, "convert": format}``.
@@ -63,8 +64,9 @@ def limit_resources(file_bytes: int) -> None:
 
 
 def inspect(
-    path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = (), scheme: str | None = None
-) -> dict[str, Json]:
+    path: Path, bind: dict[str, Any] | None, exclude: Sequence[str] = (), scheme: str | None = None,
+    device_kind: str = "cpu", ranged: bool = False,
+) -> dict[str, Json]:  # fmt: skip
     from workers.frontend import formats, onnx_model
     from workers.quantize import exclusions
 
@@ -83,6 +85,8 @@ def inspect(
         exclusions.check(model, exclude)
         if scheme is not None:
             onnx_model.check_one_piece(model, scheme)
+        if onnx_model.selects(model):
+            onnx_model.refuse_selecting(scheme or "none", device_kind, ranged=ranged)
     return {
         "ok": True,
         "digest": digest,
@@ -157,8 +161,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.nodes:
         answer(lambda: list_nodes(options.file), too_large)
     else:
-        asked: dict[str, Any] = json.load(sys.stdin) if options.bind else {"inputs": None, "exclude": []}
-        answer(lambda: inspect(options.file, asked["inputs"], asked["exclude"], options.scheme), too_large)
+        asked: dict[str, Any] = json.load(sys.stdin) if options.bind else {"inputs": None}
+        bind = asked.pop("inputs")
+        answer(lambda: inspect(options.file, bind, scheme=options.scheme, **asked), too_large)
     return 0
 
 

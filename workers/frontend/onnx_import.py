@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import onnx
 import onnxruntime
@@ -13,30 +14,86 @@ import tvm
 from onnx import ModelProto, helper
 
 from tuning_db.errors import ImportFailed, InvalidRequest, UnsupportedOperator
-from tuning_db.keys import TensorSpec
-from workers.frontend import onnx_model, quantized
+from tuning_db.keys import Json, TensorSpec
+from tuning_db.pieces import Slab
+from workers.frontend import onnx_model, quantized, selection
 from workers.frontend.control_flow import has_loops, unroll
 from workers.frontend.inlining import inline_functions
 from workers.frontend.normalise import normalise
 from workers.frontend.operators import IMPORTED
 from workers.frontend.recurrent import time_first
 from workers.frontend.relax_importer import to_relax
+from workers.frontend.selection import Selection
 from workers.frontend.weights import LARGE_BYTES, write
 from workers.said import last_line
+
+#: Functions of a library: the model's; and the parts of a model that selects boxes, before and behind that.
+WHOLE: Final = "main"
+HEAD: Final = "head"
+TAIL: Final = "tail"
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A model ready for the graph pipeline."""
+    """A model, or a part of one, ready for the graph pipeline."""
 
     module: tvm.ir.IRModule  #: `main` takes the inputs in order and returns the outputs in order
-    bound: Path  #: the user's model with its shapes bound, in `scratch` beside its weights: what the reference runs
+    bound: Path  #: the same with its shapes bound, in `scratch` beside its weights: what the reference runs
+    inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     nodes_before: int
     nodes_after: int
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What is between the parts of a model that selects boxes, and behind them."""
+
+    selection: Selection
+    inputs: tuple[TensorSpec, ...]  #: of the whole
+    outputs: tuple[TensorSpec, ...]  #: of the whole, as large as they may be
+    slabs: tuple[Slab | None, ...]  #: where in each output a selected box has its numbers; None for one of fixed shape
+    rest: Path  #: the selection and the tail, as ONNX Runtime runs them
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model as the functions that its library is made of: `main` alone, or `HEAD` and `TAIL` around a selection, of
+    which one that would compute nothing is not there."""
+
+    functions: Mapping[str, Imported]
+    bound: Path  #: the whole, as of `Imported`
+    outputs: tuple[TensorSpec, ...]
+    nodes_before: int
+    nodes_after: int
+    selected: Selected | None = None
+
+    def told_outputs(self) -> list[dict[str, Json]]:
+        """As a manifest tells them: of one whose length the data decide, which axis varies, and the most it may be."""
+        slabs = [None] * len(self.outputs) if self.selected is None else self.selected.slabs
+        return [
+            {
+                "name": spec.name,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                **({} if slab is None else {"varying_axis": slab.axis}),
+            }
+            for spec, slab in zip(self.outputs, slabs, strict=True)
+        ]
+
+
 def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, large_bytes: int = LARGE_BYTES) -> Imported:
+    """`import_parts` of a model of one part. UnsupportedOperator names the NonMaxSuppression of one that has more."""
+    parts = import_parts(path, inputs, scratch, large_bytes=large_bytes)
+    if parts.selected is not None:
+        raise UnsupportedOperator(
+            f"operator {onnx_model.SELECTING} selects as many boxes as the data decide, and cannot be compiled here",
+            operator=onnx_model.SELECTING, node="", opset=0,
+        )  # fmt: skip
+    return parts.functions[WHOLE]
+
+
+def import_parts(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, large_bytes: int = LARGE_BYTES) -> Parts:
     """Read, bind, normalise and convert. Raises InvalidModel, UnsupportedOperator, ShapeMismatch or ImportFailed.
 
     Weights of `large_bytes` and more come to lie in `scratch` (`weights`).
@@ -44,9 +101,55 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, larg
     model = bound_model(path, inputs, scratch, large_bytes)
     nodes_before, bound = len(model.graph.node), write(model, scratch)
     folded = flat(quantized.standard(model, scratch), scratch, large_bytes)
-    outputs = static_outputs(folded)
+    found = selection.cut(folded, scratch)
+    if found is None:
+        whole = _converted(folded, bound, inputs, nodes_before, scratch)
+        return Parts({WHOLE: whole}, bound, whole.outputs, nodes_before, whole.nodes_after)
+    functions = {}
+    for name, part in ((HEAD, found.head), (TAIL, found.tail)):
+        if part is not None:
+            reference, ports = write(part, scratch), onnx_model.inputs_of(part)
+            specs = tuple(
+                TensorSpec(port.name, port.dtype, tuple(int(size or 0) for size in port.shape)) for port in ports
+            )
+            flattened = flat(part, scratch, large_bytes)
+            functions[name] = _converted(flattened, reference, specs, len(part.graph.node), scratch)
+    places = selection.places(
+        found,
+        lambda part: _normalised(flat(part, scratch, large_bytes), scratch),
+        lambda part: to_relax(part, scratch),
+        scratch,
+    )
+    rows = found.selection.rows
+    known = {spec.name: spec for part in functions.values() for spec in (*part.inputs, *part.outputs)}
+    known[found.selection.selected] = TensorSpec(found.selection.selected, "int64", (rows, selection.COLUMNS))
+    places[found.selection.selected] = Slab(0, 1)
+    names = [value.name for value in folded.graph.output]
+    outputs = tuple(known[name] for name in names)
+    return Parts(
+        functions,
+        bound,
+        outputs,
+        nodes_before,
+        1 + sum(part.nodes_after for part in functions.values()),
+        Selected(
+            found.selection, tuple(inputs), outputs, tuple(places.get(name) for name in names),
+            write(found.rest, scratch),
+        ),
+    )  # fmt: skip
+
+
+def _normalised(folded: ModelProto, scratch: Path) -> ModelProto:
     normalised = sum_to_add(normalise(quantized.real_products(folded, scratch), scratch))
     onnx_model.check_operators(normalised, folded=True, known=IMPORTED)
+    return normalised
+
+
+def _converted(
+    folded: ModelProto, bound: Path, inputs: Sequence[TensorSpec], nodes_before: int, scratch: Path
+) -> Imported:
+    outputs = static_outputs(folded)
+    normalised = _normalised(folded, scratch)
     try:
         with warnings.catch_warnings():
             # It tells of every input whose name is no identifier. Libraries take their inputs by position.
@@ -56,7 +159,7 @@ def import_onnx(path: Path, inputs: Sequence[TensorSpec], scratch: Path, *, larg
         raise
     except Exception as error:  # the importer raises whatever its converters run into
         raise ImportFailed(f"TVM cannot import the model: {type(error).__name__}: {last_line(error)}") from error
-    return Imported(module, bound, outputs, nodes_before, len(normalised.graph.node))
+    return Imported(module, bound, tuple(inputs), outputs, nodes_before, len(normalised.graph.node))
 
 
 def bound_model(path: Path, inputs: Sequence[TensorSpec], scratch: Path, large_bytes: int = LARGE_BYTES) -> ModelProto:

@@ -31,7 +31,7 @@ from onnx import (
 )
 
 from tuning_db.catalog import PortSpec
-from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, UnsupportedOperator
+from tuning_db.errors import InvalidModel, InvalidRequest, ShapeMismatch, UnsupportedOperator, UnsupportedOption
 from tuning_db.keys import TensorSpec, sha256_json, to_json
 from workers.frontend import archives
 from workers.frontend.archives import shown
@@ -61,20 +61,23 @@ _RANDOM: Final = frozenset(
 )
 
 #: Inputs that shapes of results are made of, by their places.
-_SHAPES_FROM: Final[Mapping[str, tuple[int, ...]]] = {
+SHAPES_FROM: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("Expand", "OneHot", "Pad", "Reshape", "Split", "Squeeze", "Tile", "TopK", "Unsqueeze"), (1,)),
     **dict.fromkeys(
         (f"Reduce{of}" for of in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")),
         (1,),
     ),
     "ConstantOfShape": (0,),
+    "NonMaxSuppression": (2, 3, 4),
     "Range": (0, 1, 2),
     "Resize": (2, 3),
 }
 #: Inputs whose numbers decide how long a result is, by their places.
 _LENGTHS_FROM: Final[Mapping[str, tuple[int, ...]]] = {
-    "Compress": (1,), "NonMaxSuppression": (0, 1, 2, 3, 4), "NonZero": (0,), "Unique": (0,),
+    "Compress": (1,), "NonZero": (0,), "Unique": (0,),
 }  # fmt: skip
+#: The operator whose result is as long as the numbers make it, and is compiled nevertheless (`selection`).
+SELECTING: Final = "NonMaxSuppression"
 #: Operators that tell of a tensor's shape or type, or of a sequence's length, and of no numbers in it.
 _SHAPES_ONLY: Final = frozenset({"CastLike", "EyeLike", "OptionalHasElement", "SequenceLength", "Shape", "Size"})
 
@@ -349,6 +352,30 @@ def check_one_piece(model: ModelProto, scheme: str) -> None:
         )
 
 
+def selecting(graph: GraphProto) -> list[NodeProto]:
+    return [node for node in graph.node if node.op_type == SELECTING and node.domain in ("", "ai.onnx")]
+
+
+def selects(model: ModelProto) -> bool:
+    """Whether the model has a NonMaxSuppression, in a function of its own or in a loop too."""
+    return any(isinstance(message, NodeProto) and message.op_type == SELECTING for message in _messages(model))
+
+
+def refuse_selecting(scheme: str, device_kind: str, *, ranged: bool) -> None:
+    """UnsupportedOption for what is not done of a model that selects boxes."""
+    for refused, what, field in (
+        (device_kind == "cuda", "on GPUs", "device"),
+        (scheme != "none", f"as {scheme}", "quantization.scheme"),
+        (ranged, "for a range of sizes", "inputs"),
+    ):
+        if refused:
+            raise UnsupportedOption(
+                f"a model with {SELECTING}, whose results are as long as the data make them, cannot be compiled {what} "
+                "by this version; end the model before it, and do it in the program that runs the library",
+                field=field,
+            )
+
+
 def check_operators(model: ModelProto, *, folded: bool = False, known: Set[str] = SUPPORTED) -> None:
     """UnsupportedOperator for the first operator that cannot be compiled, with its node and opset.
 
@@ -382,13 +409,13 @@ def _check_nodes(
     for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if domain == "" and node.op_type in known:
-            if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(_reads(node)):
+            if node.op_type in ("Constant", "Shape", "Size") or constant.issuperset(reads(node)):
                 constant.update(node.output)
             continue
         if not folded:
             if f"{domain}.{node.op_type}" in CONTRIBUTED:
                 continue
-            if node.op_type not in _RANDOM and constant.issuperset(_reads(node)):
+            if node.op_type not in _RANDOM and constant.issuperset(reads(node)):
                 constant.update(node.output)
                 continue
             if domain == "" and node.op_type == "If" and node.input[0] in constant:
@@ -410,13 +437,19 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
 
     Only what is certain counts: of functions, and of operators that hold graphs, nobody looks at what they give.
     """
+    found = selecting(graph)
+    if len(found) > 1:
+        raise unsupported(
+            SELECTING, name_of(found[1]), opset,
+            f": one is done in a model, and {name_of(found[0])!r} is another; end the model before them",
+        )  # fmt: skip
     stored = {tensor.name for tensor in graph.initializer}
     fed = {value.name: value.name for value in graph.input if value.name not in stored}
     for node in graph.node:
         if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED or node.op_type in _SHAPES_ONLY:
             continue
         for places, what, advice in (
-            (_SHAPES_FROM, "the shape of its result", "make {!r} a constant of the model"),
+            (SHAPES_FROM, "the shape of its result", "make {!r} a constant of the model"),
             (
                 _LENGTHS_FROM, "how long its result is",
                 "end the model before it, and do it in the program that runs the library",
@@ -434,12 +467,12 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
             fed.update(dict.fromkeys(node.output, source))
 
 
-def _reads(node: NodeProto) -> set[str]:
+def reads(node: NodeProto) -> set[str]:
     """The tensors that a node depends on, those included that its subgraphs take from outside."""
     names = set(node.input)
     for attribute in node.attribute:
         for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            inner = {name for inside in graph.node for name in _reads(inside)} | {value.name for value in graph.output}
+            inner = {name for inside in graph.node for name in reads(inside)} | {value.name for value in graph.output}
             own = {value.name for value in (*graph.input, *graph.initializer)}
             names |= inner - own - {name for inside in graph.node for name in inside.output}
     return names

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -78,6 +78,18 @@ class MemoryPlan:
 
     def _calls(self, kind: re.Pattern[str]) -> int:
         return sum(calls for name, calls in self.kernels.items() if kind.match(name))
+
+
+def together(plans: Iterable[MemoryPlan]) -> MemoryPlan:
+    """Of functions that one inference calls, each of which keeps its intermediates to itself."""
+    whole = MemoryPlan()
+    for plan in plans:
+        whole.planned_bytes += plan.planned_bytes
+        whole.unplanned_bytes += plan.unplanned_bytes
+        whole.concatenations += plan.concatenations
+        whole.kernels += plan.kernels
+        whole.layout_transforms += plan.layout_transforms
+    return whole
 
 
 @tvm.transform.module_pass(opt_level=0, name="PlaceIntermediates")
@@ -149,7 +161,7 @@ class _Placement:
                         tensor.first = min(tensor.first, index)
                     tensor.last = index
             kernel = self._kernel(value)
-            if kernel is not None and _hands_on_arrays(kernel):
+            if (kernel is not None and _hands_on_arrays(kernel)) or (kernel is None and _reads_storage(value)):
                 for position in shown:
                     self._order[position].escapes = True
             # A call of a kernel returns nothing. Whatever else is given a tensor may return a view of it.
@@ -273,6 +285,13 @@ def _hands_on_arrays(function: tvm.tirx.PrimFunc) -> bool:
     found: list[Any] = []
     tvm_ffi.structural_walk(function.body, (tvm.ir.Call, lambda call: found.append(call.op)))
     return any(op.same_as(_MAKE_ARRAY) for op in found)
+
+
+def _reads_storage(value: Any) -> bool:
+    """Whether it may look for a tensor where its storage begins: another function of the library, whose kernels are
+    any, or what makes a shape of a tensor's numbers."""
+    called = value.op if isinstance(value, relax.Call) else None
+    return isinstance(called, tvm.ir.GlobalVar) or getattr(called, "name", "") == "relax.tensor_to_shape"
 
 
 def _accept_offsets(function: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:

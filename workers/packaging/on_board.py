@@ -39,9 +39,10 @@ class OnBoard:
 
 def run_on_board(
     board: OnBoard, libraries: Mapping[str, str], examples: Sequence[Sequence[NDArray[Any]]], threads: int, rounds: int,
-    min_sample_s: float,
+    min_sample_s: float, function: str = "main", head: str | None = None,
 ) -> Ran:  # fmt: skip
-    """Each library, by label a path, on each of `examples`, arrays in the model's order; then all timed in turns.
+    """Each library, by label a path, on each of `examples`, arrays in the order that its `function` takes them; then
+    all timed in turns. `head`, if given, is a function that answers too, of the same arrays.
 
     Raises LibraryRefused, DeviceLost when no board serves in time, and whatever TVM raises of a board that is lost.
     The process ends of SIGALRM if the board does not answer.
@@ -66,23 +67,25 @@ def run_on_board(
             session.upload(Path(folder) / name, name)
     on_board = {label: f"{label}.so" for label in libraries}
     deadline_s = board.timeout_s / (len(on_board) + 1)
-    outputs = {}
+    outputs: dict[str, list[list[NDArray[Any]]]] = {}
+    heads: dict[str, list[list[NDArray[Any]]]] = {}
     for label, path in libraries.items():
         session.upload(path, on_board[label])
         results = [f"{label}-out{number}.npz" for number in range(len(examples))]
-        try:
-            session.run("infer", [on_board[label], inputs, results, threads], deadline_s=deadline_s)
-        except ChildFailed as failure:
-            why = f"; its target may use {lacking}, which the board has not" if lacking else ""
-            raise LibraryRefused(f"the {label} library on {identity.name}: {failure}{why}") from None
-        outputs[label] = [_arrays(session.download(result)) for result in results]
+        for name, answers in ((function, outputs), *([(head, heads)] if head is not None else [])):
+            try:
+                session.run("infer", [on_board[label], inputs, results, threads, name], deadline_s=deadline_s)
+            except ChildFailed as failure:
+                why = f"; its target may use {lacking}, which the board has not" if lacking else ""
+                raise LibraryRefused(f"the {label} library on {identity.name}: {failure}{why}") from None
+            answers[label] = [_arrays(session.download(result)) for result in results]
     try:
-        arguments = [on_board, inputs[0], threads, rounds, min_sample_s]
+        arguments = [on_board, inputs[0], threads, rounds, min_sample_s, function]
         samples = session.run("time_libraries", arguments, deadline_s=deadline_s)
     except ChildFailed as failure:
         raise LibraryRefused(f"timing the libraries on {identity.name}: {failure}") from None
     session.close()
-    return Ran(outputs, samples)
+    return Ran(outputs, samples, heads=heads)
 
 
 def require_glibc(label: str, library: bytes, there: str | None, board: str) -> None:

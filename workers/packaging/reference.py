@@ -62,6 +62,16 @@ _SAMPLES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """How a model that selects boxes is compared as a whole: its parts are compared by themselves, and of the library's
+    own boxes and scores ONNX Runtime must select the same. Of its own it may not: a score that differs in the last bit
+    changes places with its neighbour, and with it all that follows."""
+
+    model: str  #: path of the selection and what follows it, as ONNX
+    head: Sequence[str] | None  #: names of what the libraries' `head` answers; None where they have none
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What is to be compared. `libraries` maps a label to a path; every library has the same inputs and outputs.
 
@@ -84,6 +94,12 @@ class Comparison:
     #: A manifest's `range`: then the libraries are run by it, whatever functions that takes.
     range: Mapping[str, Json] | None = None
     without: str | None = None  #: why no engine but ONNX Runtime is to be timed beside the libraries
+    rest: Rest | None = None  #: of a model that selects boxes
+
+    @property
+    def head(self) -> str | None:
+        """The function of the libraries that computes what a selection needs, if there is one."""
+        return "head" if self.rest is not None and self.rest.head is not None else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -94,7 +110,8 @@ class Comparison:
         inputs = tuple(TensorSpec.from_json(i) for i in data["inputs"])
         board = None if data["board"] is None else OnBoard(**data["board"])
         gpu = None if data["gpu"] is None else OnGpu(**data["gpu"])
-        return cls(**{**data, "inputs": inputs, "board": board, "gpu": gpu})
+        rest = None if data["rest"] is None else Rest(**data["rest"])
+        return cls(**{**data, "inputs": inputs, "board": board, "gpu": gpu, "rest": rest})
 
 
 #: What integer inputs are drawn from, half open, in the order tried: a model may divide by one or index a short axis.
@@ -259,7 +276,11 @@ def run(comparison: Comparison) -> dict[str, Json]:
     except DeviceLost as error:
         return {"lost": str(error)}
     checks: dict[str, dict[str, Json]] = {}
+    rest = None if comparison.rest is None else _Rest(comparison.rest, names, options)
     for label, answers in ran.outputs.items():
+        if rest is not None:
+            heads = ran.heads.get(label) or [[]] * len(examples)
+            references = list(map(rest.answers, examples, heads))
         entries = [compare(*pair, names, comparison.scheme) for pair in zip(references, answers, strict=True)]
         told = forgive_rounding(entries, references, answers, exact) if quantized else None
         checks[label] = _worst([entry for sample in entries for entry in sample], len(examples), comparison.scheme)
@@ -273,6 +294,25 @@ def run(comparison: Comparison) -> dict[str, Json]:
     }
 
 
+class _Rest:
+    """What ONNX Runtime makes of what a library computed before its selection."""
+
+    def __init__(self, rest: Rest, names: Sequence[str], options: Any) -> None:
+        import onnxruntime
+
+        self._head = rest.head or ()
+        self._names = names
+        self._session = onnxruntime.InferenceSession(rest.model, options, providers=["CPUExecutionProvider"])
+
+    def answers(self, example: Mapping[str, NDArray[Any]], head: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """The model's outputs, where `head` is what the first part answered."""
+        known = {**example, **dict(zip(self._head, head, strict=True))}
+        taken = {port.name: known[port.name] for port in self._session.get_inputs()}
+        results = self._session.run(None, taken)
+        known |= zip([port.name for port in self._session.get_outputs()], results, strict=True)
+        return [known[name] for name in self._names]
+
+
 def _run(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
     """Where the libraries are for."""
     if comparison.gpu is not None:
@@ -284,7 +324,8 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
     """In this process, with the engines that the libraries are measured against."""
     import tvm
 
-    outputs = {}
+    outputs: dict[str, list[list[NDArray[Any]]]] = {}
+    heads: dict[str, list[list[NDArray[Any]]]] = {}
     callers: dict[str, Callable[[], object]] = {}
     mode = denormal_mode()
     for label, path in comparison.libraries.items():
@@ -297,6 +338,9 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
             function = load_library(path, function=comparison.function)
             arguments = [list(map(tvm.runtime.tensor, each)) for each in arrays]
             outputs[label] = [outputs_of(function(*each)) for each in arguments]
+            if comparison.head is not None:
+                head = load_library(path, function=comparison.head)
+                heads[label] = [outputs_of(head(*each)) for each in arguments]
             callers[label] = partial(function, *arguments[0])
         if denormal_mode() != mode:
             raise LibraryRefused(f"the {label} library changes how the process that loads it treats denormal numbers")
@@ -305,7 +349,7 @@ def _run_here(comparison: Comparison, examples: Sequence[Mapping[str, NDArray[An
     samples = time_in_turns(
         {**engines.calls, **callers}, comparison.rounds, comparison.min_sample_s, rested=list(engines.calls)
     )
-    return Ran(outputs, engines.timed(samples), engines=engines.told)
+    return Ran(outputs, engines.timed(samples), engines=engines.told, heads=heads)
 
 
 def _run_on_gpu(comparison: Comparison, gpu: OnGpu, examples: Sequence[Mapping[str, NDArray[Any]]]) -> Ran:
@@ -322,8 +366,9 @@ def _run_on_board(comparison: Comparison, examples: Sequence[Mapping[str, NDArra
     assert comparison.board is not None
     arrays = [[example[spec.name] for spec in comparison.inputs] for example in examples]
     return run_on_board(
-        comparison.board, comparison.libraries, arrays, comparison.threads, comparison.rounds, comparison.min_sample_s
-    )
+        comparison.board, comparison.libraries, arrays, comparison.threads, comparison.rounds, comparison.min_sample_s,
+        comparison.function, comparison.head,
+    )  # fmt: skip
 
 
 def _examples(comparison: Comparison, integers: tuple[int, int]) -> list[dict[str, NDArray[Any]]]:

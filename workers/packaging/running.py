@@ -32,6 +32,8 @@ class Ran:
     parts_s: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
     #: Of each engine that is installed its version, and why it has no samples where it has none.
     engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    #: Of a model in parts what the first part answered, of each example, by label.
+    heads: Mapping[str, list[list[NDArray[Any]]]] = field(default_factory=dict)
 
 
 def set_threads(threads: int) -> None:
