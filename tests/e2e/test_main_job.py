@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
 from service.client import CacheMissError, Event, JobFailed, RequestRefused, Tunery
 from tests.e2e.conftest import FAST, INPUTS, Service, running, wait_for
 from tests.workers.graph.nets import Net
-from tests.workers.models import save
+from tests.workers.models import port, save
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -202,6 +203,51 @@ def test_fp16_halves_the_weights(client: Tunery, tmp_path: Path) -> None:
     with pytest.raises(CacheMissError) as miss:
         client.find(path, quantization={**wanted, "exclude": []})
     assert [d["field"] for d in miss.value.nearest[0]["differences"]] == ["quantization.exclude"]
+
+
+def test_a_detector_answers_as_many_boxes_as_it_selects(client: Tunery, tmp_path: Path) -> None:
+    """A model that ends in a NonMaxSuppression comes back as a library whose results are as long as the data make them,
+    as ONNX Runtime's are, and which axis that is the manifest tells; with fp16 it is refused at once."""
+    net = Net()
+    x = net("Relu", net.conv(net.input(1, 3, 32, 32), 3, 8, (3, 3), strides=[4, 4], pads=[1, 1, 1, 1]))
+    corners = net("Reshape", net.conv(x, 8, 4, (1, 1)), net.constant(np.array([1, 4, 64])))
+    boxes = net("Transpose", corners, perm=[0, 2, 1])
+    scores = net("Sigmoid", net("Reshape", net.conv(x, 8, 3, (1, 1)), net.constant(np.array([1, 3, 64]))))
+    selected = net("NonMaxSuppression", boxes, scores, net.constant(np.array([10])), net.number(0.5), net.number(0.5))
+    picked = net("GatherND", boxes, net("Gather", selected, net.constant(np.array([0, 2])), axis=1))
+    model = net.model(net("Concat", picked, net("Cast", selected, to=TensorProto.FLOAT), axis=1))
+    model.graph.output[0].CopyFrom(port(model.graph.output[0].name, "K", 7))
+    path = save(model, tmp_path)
+    job = client.submit(path, search={"tuner": "none"})
+    job.wait(240)
+    fetched = client.fetch(job.key, tmp_path / "library")
+    manifest = fetched.manifest
+    assert manifest["check"]["ok"]
+    assert manifest["check"]["outputs_without_finite_values"] == []
+    [output] = manifest["outputs"]
+    assert (output["shape"], output["varying_axis"]) == ([30, 7], 0)
+    [image] = manifest["inputs"]
+    script = """
+import sys, numpy as np
+from service.loading import load
+library = load(sys.argv[1])
+images = np.load(sys.argv[2])
+np.savez(sys.argv[3], *(library({sys.argv[4]: image})[0] for image in images))
+"""
+    images = np.random.default_rng(0).standard_normal((6, 1, 3, 32, 32)).astype(np.float32)
+    images[0] -= 100
+    np.save(tmp_path / "images.npy", images)
+    arguments = [str(tmp_path / name) for name in ("library", "images.npy", "answers.npz")]
+    subprocess.run([sys.executable, "-c", script, *arguments, image["name"]], check=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    with np.load(tmp_path / "answers.npz") as answers:
+        for number, one in enumerate(images):
+            [wanted] = session.run(None, {image["name"]: one})
+            np.testing.assert_allclose(answers[f"arr_{number}"], wanted, atol=1e-4)
+        assert len({len(answers[name]) for name in answers.files}) > 1
+    with pytest.raises(RequestRefused, match=r"NonMaxSuppression.*as fp16") as refused:
+        client.submit(path, quantization={"scheme": "fp16"})
+    assert refused.value.problem["field"] == "quantization.scheme"
 
 
 def test_int8_is_calibrated_checked_and_part_of_the_key(client: Tunery, small_model: Path, tmp_path: Path) -> None:
