@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from workers.frontend.onnx_import import Imported, Selected
     from workers.graph.memory import MemoryPlan
-    from workers.packaging.reference import Comparison, Rest
+    from workers.packaging.reference import Comparison
     from workers.search.candidates import Choice, Operator
     from workers.search.guards import Guard
     from workers.search.lanes import LocalBuilder
@@ -79,6 +79,8 @@ MANIFEST_VERSION: Final = 1
 #: The library with another variant of some operators, until one of the two is chosen.
 SECOND: Final = "second"
 _CHECK_TIMEOUT_S: Final = 300.0
+#: Of a comparison whose times nobody asks for.
+UNTIMED: Final[Mapping[str, Any]] = {"rounds": 1, "min_sample_s": 0.0}
 #: A board that is lost while libraries are checked on it says nothing of them.
 _BOARDS_TRIED: Final = 3
 
@@ -188,23 +190,22 @@ class Attempt:
 
         self.stage("check", "comparing with ONNX Runtime in a fresh process")
         libraries = made.libraries
-        verdicts: dict[str, dict[str, Any]] = {}
+        comparisons: dict[str, Comparison] = {}
+        if parts.selected is not None:
+            head = imports.get(HEAD)
+            rest = Rest(str(parts.selected.rest), None if head is None else [spec.name for spec in head.outputs])
+            comparisons[WHOLE] = replace(self._comparison(parts.bound, inputs, libraries, made.threads), rest=rest)
         for part, imported in imports.items():
             reference = imported.bound
             if quantized is not None and self.key.quantization.scheme == "fp16":
                 reference = quantized.fp32
-            verdicts[part] = self._compare(
-                reference, imported.inputs, libraries, made.threads, quantized,
-                function=part, timed=parts.selected is None,
-            )  # fmt: skip
-        if parts.selected is not None:
-            head = imports.get(HEAD)
-            verdicts[WHOLE] = self._compare(
-                parts.bound, inputs, libraries, made.threads, None,
-                rest=Rest(str(parts.selected.rest), None if head is None else [spec.name for spec in head.outputs]),
-            )  # fmt: skip
+            comparison = self._comparison(reference, imported.inputs, libraries, made.threads, quantized)
+            comparisons[part] = replace(comparison, function=part)
+            if parts.selected is not None:
+                comparisons[part] = replace(comparisons[part], **UNTIMED)
+        verdicts = dict(zip(comparisons, self._compare(list(comparisons.values())), strict=True))
         verdict = combined(list(verdicts.values()))
-        if parts.selected is not None:  # its parts were compared, not timed
+        if parts.selected is not None:
             verdict = {**verdicts[WHOLE], "checks": verdict["checks"]}
         outcome = self._settle(verdict, libraries, made.outcome)
         label = self._pick(verdict, outcome)
@@ -647,10 +648,13 @@ class Attempt:
         from workers.frontend import weights
         from workers.frontend.onnx_import import bound_model
 
+        comparisons = []
         for size in dimension.between():
             inputs = dimension.at(self.key.inputs, size)
             reference = weights.write(bound_model(path, inputs, self.scratch), self.scratch)
-            verdict = self._compare(reference, inputs, {"ranged": library}, threads, None, told_range=told, timed=False)
+            comparison = self._comparison(reference, inputs, {"ranged": library}, threads)
+            comparisons.append(replace(comparison, range=told, **UNTIMED))  # latencies were measured at the points
+        for size, verdict in zip(dimension.between(), self._compare(comparisons), strict=True):
             check = verdict["checks"]["ranged"]
             if not check["ok"]:
                 raise CheckFailed(
@@ -659,41 +663,33 @@ class Attempt:
                 )
         return list(dimension.between())
 
-    def _compare(
-        self,
-        reference: Path,
-        inputs: Sequence[TensorSpec],
-        libraries: Mapping[str, str],
-        threads: int,
-        quantized: Quantized | None,
-        *,
-        function: str = "main",
-        told_range: Mapping[str, Json] | None = None,
-        rest: Rest | None = None,
-        timed: bool = True,
-    ) -> dict[str, Any]:
+    def _comparison(
+        self, reference: Path, inputs: Sequence[TensorSpec], libraries: Mapping[str, str], threads: int,
+        quantized: Quantized | None = None,
+    ) -> Comparison:  # fmt: skip
         from workers.packaging.on_gpu import OnGpu
         from workers.packaging.reference import Comparison
 
         board = self.lane.board(self.key, _CHECK_TIMEOUT_S)
         gpu = OnGpu(_as_dict(to_json(self.key.device))) if self.key.device.kind == "cuda" else None
-        comparison = Comparison(
-            str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu, function=function,
-            range=told_range, rest=rest,
-        )  # fmt: skip
-        if not timed:
-            comparison = replace(comparison, rounds=1, min_sample_s=0.0)
-        spec = self.scratch / "comparison.json"
-        if quantized is not None:
-            calibration = None if quantized.calibration is None else str(quantized.calibration)
-            scheme = self.key.quantization.scheme
-            # With fp16 the fp32 model is the reference itself.
-            fp32 = str(quantized.fp32) if scheme == "int8" else None
-            comparison = replace(comparison, fp32=fp32, calibration=calibration, scheme=scheme)
+        comparison = Comparison(str(reference), libraries, tuple(inputs), threads, board=board, gpu=gpu)
+        if quantized is None:
+            return comparison
+        calibration = None if quantized.calibration is None else str(quantized.calibration)
+        scheme = self.key.quantization.scheme
+        # With fp16 the fp32 model is the reference itself.
+        fp32 = str(quantized.fp32) if scheme == "int8" else None
+        return replace(comparison, fp32=fp32, calibration=calibration, scheme=scheme)
+
+    def _compare(self, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+        """The verdict on each. CheckFailed, DeviceLost or LoadFailed where there is none on one of them."""
+        if not comparisons:
+            return []
+        spec, board = self.scratch / "comparisons.jsonl", comparisons[0].board
         for left in reversed(range(1 if board is None else _BOARDS_TRIED)):
             try:
-                timeout_s = _CHECK_TIMEOUT_S + (0 if board is None else board.patience_s)
-                verdict = compared(comparison, spec, timeout_s, self.warn)
+                timeout_s = len(comparisons) * (_CHECK_TIMEOUT_S + (0 if board is None else board.patience_s))
+                verdicts = compared(comparisons, spec, timeout_s, self.warn)
                 break
             except LoadFailed as error:
                 # What a board says of a library is in the verdict: here the board was lost.
@@ -702,16 +698,17 @@ class Attempt:
                 if not left:
                     raise DeviceLost(f"{_BOARDS_TRIED} boards were lost in the check; {error}") from None
                 self.warn(f"checked again, on the next board: {error}")
-        if "refused" in verdict:
-            raise CheckFailed(
-                f"ONNX Runtime itself cannot run the model on example inputs (standard normal floats, integers from "
-                f"0 to 2), so nothing can be compared: {verdict['refused']}"
-            )
-        if "lost" in verdict:
-            raise DeviceLost(verdict["lost"])
-        if "failed" in verdict:
-            raise LoadFailed(verdict["failed"])
-        return verdict
+        for verdict in verdicts:
+            if "refused" in verdict:
+                raise CheckFailed(
+                    f"ONNX Runtime itself cannot run the model on example inputs (standard normal floats, integers "
+                    f"from 0 to 2), so nothing can be compared: {verdict['refused']}"
+                )
+            if "lost" in verdict:
+                raise DeviceLost(verdict["lost"])
+            if "failed" in verdict:
+                raise LoadFailed(verdict["failed"])
+        return verdicts
 
     def _pick(self, verdict: Mapping[str, Any], outcome: SearchOutcome) -> str:
         """The faster of the libraries that agree with the reference. CheckFailed if the tuned one does not agree."""
@@ -732,8 +729,10 @@ class Attempt:
         return label
 
 
-def compared(comparison: Comparison, spec: Path, timeout_s: float, warn: Callable[[str], None]) -> dict[str, Any]:
-    """The verdict of a fresh process on a comparison, which is written to `spec`. LoadFailed if there is none.
+def compared(
+    comparisons: Sequence[Comparison], spec: Path, timeout_s: float, warn: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The verdicts of a fresh process on comparisons on one device, written to `spec`. LoadFailed if there are none.
 
     Where engines besides ONNX Runtime are installed, one of them may have crashed it, or have taken all of its time:
     then it is asked again without them.
@@ -741,20 +740,21 @@ def compared(comparison: Comparison, spec: Path, timeout_s: float, warn: Callabl
     from workers.packaging import baselines, gpu_baselines
 
     try:
-        return _verdict(comparison, spec, timeout_s)
+        return _verdicts(comparisons, spec, timeout_s)
     except LoadFailed as error:
-        if comparison.board is not None:
+        if comparisons[0].board is not None:
             raise
-        others = baselines.optional() if comparison.gpu is None else list(gpu_baselines.installed())
+        others = baselines.optional() if comparisons[0].gpu is None else list(gpu_baselines.installed())
         if not others:
             raise
         why = str(error)
     warn(f"compared again without {' and '.join(others)}: {why}")
-    return _verdict(replace(comparison, without=f"with it, or another one, {why}"), spec, timeout_s)
+    without = f"with it, or another one, {why}"
+    return _verdicts([replace(comparison, without=without) for comparison in comparisons], spec, timeout_s)
 
 
-def _verdict(comparison: Comparison, spec: Path, timeout_s: float) -> dict[str, Any]:
-    spec.write_text(comparison.to_json())
+def _verdicts(comparisons: Sequence[Comparison], spec: Path, timeout_s: float) -> list[dict[str, Any]]:
+    spec.write_text("".join(f"{comparison.to_json()}\n" for comparison in comparisons))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "workers.packaging.reference", str(spec), str(os.getpid())],
@@ -765,8 +765,7 @@ def _verdict(comparison: Comparison, spec: Path, timeout_s: float) -> dict[str, 
     if done.returncode != 0:
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
         raise LoadFailed(f"loading and comparing the library ended with {how}: {last_line(done.stderr)}")
-    verdict: dict[str, Any] = json.loads(done.stdout)
-    return verdict
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def combined(verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:

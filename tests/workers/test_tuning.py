@@ -68,7 +68,7 @@ def test_an_engine_that_crashes(conv: Compiled, tmp_path: Path, monkeypatch: pyt
         str(conv.reference), {"untuned": str(conv.untuned)}, conv.inputs, threads=1, rounds=1, min_sample_s=1e-4
     )
     warnings: list[str] = []
-    answer = compared(comparison, tmp_path / "comparison.json", 120, warnings.append)
+    [answer] = compared([comparison], tmp_path / "comparison.json", 120, warnings.append)
     assert answer["checks"]["untuned"]["ok"] is True
     assert set(answer["samples_s"]) == {"untuned", "onnxruntime"}
     assert answer["engines"]["openvino"]["version"] == "2.0"
@@ -77,4 +77,4 @@ def test_an_engine_that_crashes(conv: Compiled, tmp_path: Path, monkeypatch: pyt
     assert warning.startswith("compared again without openvino: ")
     missing = replace(comparison, libraries={"untuned": str(tmp_path / "missing.so")})
     with pytest.raises(LoadFailed, match=r"missing\.so"):
-        compared(missing, tmp_path / "comparison.json", 120, warnings.append)
+        compared([missing], tmp_path / "comparison.json", 120, warnings.append)

@@ -1,7 +1,8 @@
 """`python -m workers.packaging.reference SPEC.json PARENT`: a fresh process that compares and times libraries.
 
-Reads a `Comparison` as JSON, prints one JSON object: the numerical check of each library against ONNX Runtime on the
-same inputs, and the time of each and of ONNX Runtime, taken in turns so that a busy machine is busy for all of them.
+Reads lines of JSON, a `Comparison` each, and prints a line for each: the numerical check of each library against ONNX
+Runtime on the same inputs, and the time of each and of ONNX Runtime, taken in turns so that a busy machine is busy for
+all of them.
 Libraries for a board run there (`on_board`): the reference is computed here. Those for a GPU run on that (`on_gpu`).
 """
 
@@ -403,12 +404,13 @@ def _worst(entries: Sequence[dict[str, Json]], samples: int, scheme: str) -> dic
 
 def main(arguments: Sequence[str]) -> int:
     die_with_parent(int(arguments[1]))
-    comparison = Comparison.from_json(Path(arguments[0]).read_text())
+    comparisons = [Comparison.from_json(line) for line in Path(arguments[0]).read_text().splitlines()]
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    json.dump(run(comparison), answer)
+    for comparison in comparisons:
+        print(json.dumps(run(comparison)), file=answer)
     answer.close()
-    if comparison.board is not None:
+    if any(comparison.board is not None for comparison in comparisons):
         # TVM's clients wait for their sessions when they are collected.
         os._exit(0)
     return 0
