@@ -207,9 +207,11 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
     from tuning_db.errors import InvalidRequest, TuneryError, TuningFailed, UnsupportedOperator
     from tuning_db.keys import TensorSpec
     from workers.frontend import onnx_model
-    from workers.frontend.onnx_import import import_onnx
+    from workers.frontend.onnx_import import import_parts
     from workers.graph import pipeline
     from workers.graph.memory import PlaceIntermediates
+    from workers.graph.selected import joined
+    from workers.packaging.library import merge
     from workers.said import last_line
 
     def answer(verdict: str, detail: str = "", operator: str | None = None) -> dict[str, Any]:
@@ -224,7 +226,7 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
             ports = onnx_model.inputs_of(onnx_model.load(path))
             feeds = sets[0][0]
             specs = [TensorSpec(port.name, port.dtype, tuple(feeds[port.name].shape)) for port in ports]
-            imported = import_onnx(path, specs, Path(folder))
+            parts = import_parts(path, specs, Path(folder))
         except UnsupportedOperator as error:
             return answer(REFUSED, f"UnsupportedOperator: {error}", error.operator)
         except (InvalidRequest, TuningFailed, TuneryError) as error:
@@ -233,7 +235,12 @@ def attempt(case: Case, target_json: str) -> dict[str, Any]:
             return answer(FAILED, f"import: {type(error).__name__}: {last_line(error)[:250]}")
     try:
         with target, pipeline.pass_context():
-            lowered = pipeline.lower_operators()(pipeline.simplify()(imported.module))
+            functions = parts.functions.items()
+            lowered = merge(
+                {name: pipeline.lower_operators()(pipeline.simplify()(part.module)) for name, part in functions}
+            )
+            if parts.selected is not None:
+                lowered = joined(lowered, parts.functions, parts.selected)
             executable = relax.build(lowered, target, relax_pipeline=pipeline.lower_to_vm(PlaceIntermediates()))
         machine = relax.VirtualMachine(executable, tvm.cpu())
     except Exception as error:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from tests.workers.models import conv_bn_relu, determinant, make_model, matmuls, port, save
-from tuning_db.errors import InvalidRequest, ShapeMismatch
+from tuning_db.errors import InvalidRequest, ShapeMismatch, UnsupportedOption
 from workers.frontend import inspect as inspector
 from workers.frontend import onnx_model
 
@@ -95,6 +95,31 @@ def test_binding_that_contradicts_a_weight(tmp_path: Path) -> None:
     assert inspect(path, {"x": {"shape": [2, 8]}})["ok"] is True
     error = inspect(path, {"x": {"shape": [2, 9]}})["error"]
     assert (error["type"], error["field"]) == ("ShapeMismatch", "inputs.x.shape")
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "what"),
+    [
+        ({"device_kind": "cuda"}, "device", "on GPUs"),
+        ({"scheme": "int8"}, "quantization.scheme", "as int8"),
+        ({"ranged": True}, "inputs", "for a range of sizes"),
+        ({}, None, ""),
+    ],
+    ids=["GPU", "int8", "range", "CPU"],
+)
+def test_a_model_that_selects_boxes(asked: dict[str, Any], field: str | None, what: str, tmp_path: Path) -> None:
+    """A model with a NonMaxSuppression is taken for CPUs in fixed shapes, and refused for what is not done with it."""
+    node = helper.make_node("NonMaxSuppression", ["boxes", "scores", "most"], ["y"])
+    inputs = [port("boxes", 1, 8, 4), port("scores", 1, 1, 8)]
+    outputs = [port("y", "K", 3, dtype=TensorProto.INT64)]
+    path = save(make_model([node], inputs, outputs, {"most": np.array([3])}), tmp_path)
+    bind = {"boxes": {"shape": [1, 8, 4]}, "scores": {"shape": [1, 1, 8]}}
+    if field is None:
+        assert inspector.inspect(path, bind, **asked)["ok"] is True
+        return
+    with pytest.raises(UnsupportedOption, match=f"NonMaxSuppression.* {what}") as refused:
+        inspector.inspect(path, bind, **asked)
+    assert refused.value.field == field
 
 
 def test_external_data_is_not_opened(tmp_path: Path) -> None:

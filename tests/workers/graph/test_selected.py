@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import tvm
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tvm.runtime.vm import VirtualMachine
 
+from tests.workers.lending import lent_board
 from tests.workers.models import make_model, port, save
 from tuning_db.errors import UnsupportedOperator
 from tuning_db.keys import TensorSpec
+from workers.devices import local_cpu
 from workers.frontend.onnx_import import Parts, import_parts
 from workers.graph import pipeline
 from workers.graph.selected import joined
 from workers.packaging import library
+from workers.packaging.on_board import OnBoard
+from workers.packaging.reference import Comparison, Rest
 from workers.packaging.running import outputs_of
+from workers.tuning import compared
 
 BOXES, SCORES = (2, 40, 4), (2, 3, 40)
 SELECTED = ["selected", "K", 3]
@@ -52,7 +59,11 @@ def parts_of(model: ModelProto, folder: Path) -> Parts:
 
 
 def compiled(model: ModelProto, folder: Path) -> Callable[..., list[NDArray[Any]]]:
-    parts = parts_of(model, folder)
+    function = VirtualMachine(tvm.runtime.load_module(str(compile_parts(parts_of(model, folder), folder))), tvm.cpu())
+    return lambda *arrays: outputs_of(function["main"](*map(tvm.runtime.tensor, arrays)))
+
+
+def compile_parts(parts: Parts, folder: Path) -> Path:
     assert parts.selected is not None
     target = tvm.target.Target({"kind": "llvm", "num-cores": 2})
     with target, pipeline.pass_context():
@@ -61,8 +72,7 @@ def compiled(model: ModelProto, folder: Path) -> Callable[..., list[NDArray[Any]
         }
     path = folder / "library.so"
     library.compile_functions(joined(library.merge(modules), parts.functions, parts.selected), target, path)
-    function = VirtualMachine(tvm.runtime.load_module(str(path)), tvm.cpu())["main"]
-    return lambda *arrays: outputs_of(function(*map(tvm.runtime.tensor, arrays)))
+    return path
 
 
 def feeds(seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -230,3 +240,47 @@ def test_a_threshold_that_is_computed(tmp_path: Path) -> None:
     node.input[4] = "mean"
     with pytest.raises(UnsupportedOperator, match="make 'mean' a constant"):
         parts_of(model, tmp_path)
+
+
+def detector() -> ModelProto:
+    """A selection of what nodes before it make, and a row for each box from nodes behind it."""
+    before = [helper.make_node("Abs", ["boxes"], ["corners"]), helper.make_node("Sigmoid", ["scores"], ["sure"])]
+    behind = [
+        helper.make_node("GatherND", ["sure", "selected"], ["points"]),
+        helper.make_node("Unsqueeze", ["points", "one"], ["detected"]),
+    ]
+    weights = {"one": np.array([1], np.int64)}
+    return selecting(behind, [("detected", TensorProto.FLOAT, ["K", 1])], before=before, names="corners sure",
+                     score=0.6, weights=weights)  # fmt: skip
+
+
+def test_the_check_of_a_detector(tmp_path: Path) -> None:
+    """A detector's library is compared in parts and as a whole, here and on a board: its own boxes and scores must make
+    ONNX Runtime select the same. One that selects others is found."""
+    parts = parts_of(detector(), tmp_path)
+    library_path = compile_parts(parts, tmp_path)
+    assert parts.selected is not None
+    head = parts.functions["head"]
+    assert [spec.name for spec in head.outputs] == ["corners", "sure"]
+    whole = Comparison(
+        str(parts.bound), {"untuned": str(library_path)}, parts.selected.inputs, 2, rounds=1, min_sample_s=0.0,
+        rest=Rest(str(parts.selected.rest), [spec.name for spec in head.outputs]),
+    )  # fmt: skip
+    first = replace(whole, reference=str(head.bound), function="head", rest=None)
+    others = onnx.load(parts.selected.rest)
+    [iou] = [tensor for tensor in others.graph.initializer if tensor.name == "iou"]
+    iou.CopyFrom(numpy_helper.from_array(np.array([0.1], np.float32), "iou"))
+    wrong = replace(whole, rest=replace(whole.rest, model=str(save(others, tmp_path, "others.onnx"))))
+    comparisons = [whole, first, wrong]
+    warnings: list[str] = []
+    told = [compared(comparisons, tmp_path / "comparisons.jsonl", 300, warnings.append)]
+    with lent_board("detector") as tracker:
+        identity, target = local_cpu.probe()
+        board = OnBoard(f"127.0.0.1:{tracker.port}", "detector", asdict(identity), target, 120, 20)
+        there = [replace(comparison, board=board) for comparison in comparisons]
+        told.append(compared(there, tmp_path / "comparisons.jsonl", 300, warnings.append))
+    for good, part, bad in told:
+        assert good["checks"]["untuned"]["ok"], good
+        assert part["checks"]["untuned"]["ok"], part
+        assert "reference is float32" in bad["checks"]["untuned"]["problem"]
+    assert warnings == []
