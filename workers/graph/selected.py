@@ -6,6 +6,7 @@ those that overlap it too much are out; and so on. Classes are independent of ea
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -30,71 +31,105 @@ _CENTRED: Final = {
 
 
 def choose(selection: Selection) -> tirx.PrimFunc:
-    """`main(boxes, scores, left, chosen, counts)`: the chosen boxes of each class of each batch, int32 [batches *
-    classes, most], the best first, and how many there are, int32 [batches * classes]. `left` is for its own use."""
+    """`main(boxes, scores, heap, chosen, counts)`: the chosen boxes of each class of each batch, int32 [batches *
+    classes, most], the best first, and how many there are, int32 [batches * classes]. `heap` is for its own use.
+
+    A heap hands out the candidates of a class by their scores; each is compared with those that were chosen before it.
+    """
     each = selection.batches * selection.classes
-    places = _CENTRED if selection.centred else _CORNERS
-    batch = f"each // {selection.classes}"
-    lines = []
-    for box, index in (("best", "best"), ("other", "candidate")):
-        for axis, ends in places.items():
-            for end, place in zip(("low", "high"), ends, strict=True):
-                lines.append(f"{box}_{axis}_{end}: T.float32 = {place.format(box='boxes', b=batch, i=index)}")
-    of_best, of_other = ("\n".join(f"{' ' * indent}{line}" for line in part)
-                         for indent, part in ((16, lines[:4]), (20, lines[4:])))  # fmt: skip
-    score = f"scores[{batch}, each % {selection.classes}, {{}}]"
+    scores = f"scores[each // {selection.classes}, each % {selection.classes}, {{}}]"
     is_candidate = "T.bool(True)"
     if selection.score_threshold is not None:
-        is_candidate = f"{score.format('i')} > {_float(selection.score_threshold)}"
+        is_candidate = f"{scores.format('i')} > {_float(selection.score_threshold)}"
+
+    def ahead(one: str, other: str) -> str:
+        a, b = (scores.format(f"heap[each, {place}]") for place in (one, other))
+        return f"{a} > {b} or ({a} == {b} and heap[each, {one}] < heap[each, {other}])"
+
+    def sift(indent: int) -> str:
+        """Let what lies at `place` sink to where it belongs."""
+        lines = f"""
+while place[0] < size[0]:
+    child[0] = 2 * place[0] + 1
+    if child[0] + 1 < size[0]:
+        if {ahead("child[0] + 1", "child[0]")}:
+            child[0] = child[0] + 1
+    last[0] = size[0]
+    if child[0] < size[0]:
+        if {ahead("child[0]", "place[0]")}:
+            kept[0] = heap[each, child[0]]
+            heap[each, child[0]] = heap[each, place[0]]
+            heap[each, place[0]] = kept[0]
+            last[0] = child[0]
+    place[0] = last[0]
+"""
+        return textwrap.indent(lines, " " * indent)
+
     return tvm.script.from_source(
         f"""
 @T.prim_func(s_tir=True)
 def main(boxes: T.Buffer(({selection.batches}, {selection.candidates}, 4), "float32"),
          scores: T.Buffer(({selection.batches}, {selection.classes}, {selection.candidates}), "float32"),
-         left: T.Buffer(({each}, {selection.candidates}), "int32"),
+         heap: T.Buffer(({each}, {selection.candidates}), "int32"),
          chosen: T.Buffer(({each}, {selection.most}), "int32"),
          counts: T.Buffer(({each},), "int32")):
     T.func_attr({{"tirx.noalias": True, "global_symbol": "main"}})
     for each in T.parallel({each}):
         size = T.sblock_alloc_buffer((1,), "int32", scope="local")
         place = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        child = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        last = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        kept = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        count = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        seen = T.sblock_alloc_buffer((1,), "int32", scope="local")
         size[0] = 0
         for i in range({selection.candidates}):
             if {is_candidate}:
-                left[each, size[0]] = i
+                heap[each, size[0]] = i
                 size[0] = size[0] + 1
-        counts[each] = 0
-        for step in range({selection.most}):
-            if size[0] > 0:
-                place[0] = 0
-                for i in range(size[0]):
-                    if {score.format("left[each, i]")} > {score.format("left[each, place[0]]")}:
-                        place[0] = i
-                best: T.int32 = left[each, place[0]]
-                chosen[each, step] = best
-                counts[each] = step + 1
-{of_best}
-                best_area: T.float32 = (best_x_high - best_x_low) * (best_y_high - best_y_low)
-                before: T.int32 = size[0]
-                size[0] = 0
-                for i in range(before):
-                    candidate: T.int32 = left[each, i]
-{of_other}
-                    other_area: T.float32 = (other_x_high - other_x_low) * (other_y_high - other_y_low)
-                    width: T.float32 = T.min(best_x_high, other_x_high) - T.max(best_x_low, other_x_low)
-                    height: T.float32 = T.min(best_y_high, other_y_high) - T.max(best_y_low, other_y_low)
-                    common: T.float32 = width * height
-                    union: T.float32 = best_area + other_area - common
-                    overlap: T.bool = (
-                        width > T.float32(0) and height > T.float32(0) and common > T.float32(0)
-                        and best_area > T.float32(0) and other_area > T.float32(0) and union > T.float32(0)
-                        and common / union > {_float(selection.iou_threshold)}
-                    )
-                    if candidate != best and not overlap:
-                        left[each, size[0]] = candidate
-                        size[0] = size[0] + 1
+        for i in range(size[0] // 2):
+            place[0] = size[0] // 2 - 1 - i
+{sift(12)}
+        count[0] = 0
+        while size[0] > 0 and count[0] < {selection.most}:
+            box: T.int32 = heap[each, 0]
+            size[0] = size[0] - 1
+            heap[each, 0] = heap[each, size[0]]
+            place[0] = 0
+{sift(12)}
+{_corners("box", "box", selection, 12)}
+            box_area: T.float32 = (box_x_high - box_x_low) * (box_y_high - box_y_low)
+            seen[0] = 0
+            while seen[0] < count[0]:
+                better: T.int32 = chosen[each, seen[0]]
+{_corners("better", "better", selection, 16)}
+                better_area: T.float32 = (better_x_high - better_x_low) * (better_y_high - better_y_low)
+                width: T.float32 = T.min(box_x_high, better_x_high) - T.max(box_x_low, better_x_low)
+                height: T.float32 = T.min(box_y_high, better_y_high) - T.max(box_y_low, better_y_low)
+                common: T.float32 = width * height
+                union: T.float32 = better_area + box_area - common
+                seen[0] = seen[0] + 1
+                if width > T.float32(0) and height > T.float32(0) and common > T.float32(0):
+                    if better_area > T.float32(0) and box_area > T.float32(0) and union > T.float32(0):
+                        if common / union > {_float(selection.iou_threshold)}:
+                            seen[0] = {selection.most + 1}
+            if seen[0] <= {selection.most}:
+                chosen[each, count[0]] = box
+                count[0] = count[0] + 1
+        counts[each] = count[0]
 """
     )
+
+
+def _corners(name: str, index: str, selection: Selection, indent: int) -> str:
+    """Where the box begins and ends along both axes, as numbers called after it."""
+    batch = f"each // {selection.classes}"
+    lines = [
+        f"{name}_{axis}_{end}: T.float32 = {place.format(box='boxes', b=batch, i=index)}"
+        for axis, ends in (_CENTRED if selection.centred else _CORNERS).items()
+        for end, place in zip(("low", "high"), ends, strict=True)
+    ]
+    return textwrap.indent("\n".join(lines), " " * indent)
 
 
 def collect(selection: Selection) -> tirx.PrimFunc:
