@@ -85,6 +85,10 @@ _SHAPES_ONLY: Final = frozenset({"CastLike", "EyeLike", "OptionalHasElement", "S
 _SYMBOL = re.compile(r"[A-Za-z_][\w.:/ +*-]*")
 
 
+#: Of a model, functions written out; the largest that people deploy have a quarter of it.
+MOST_NODES: Final = 50_000
+#: Functions that call each other.
+_DEEPEST: Final = 100
 #: No protobuf message is longer.
 _MOST_PROTOBUF_BYTES: Final = (1 << 31) - 1
 _TOO_LONG: Final = (
@@ -145,8 +149,11 @@ def _parse(data: bytes, files: _DataFiles | None) -> ModelProto:
     if not model.graph.node or not model.graph.output or not model.opset_import:
         raise InvalidModel("the file is not an ONNX model: it holds no graph, no output or no operator set")
     outside: list[TensorProto] = []
-    for message in _messages(model):
+    messages = list(_messages(model))
+    for message in messages:
         _check_text(message)
+    _check_size(model)
+    for message in messages:
         if not isinstance(message, TensorProto):
             continue
         if message.data_location == TensorProto.EXTERNAL:
@@ -177,6 +184,34 @@ def _parse(data: bytes, files: _DataFiles | None) -> ModelProto:
             tensor.dims[:] = dims
             files.fill(tensor, entry, is_weight=id(tensor) in weights)
     return model
+
+
+def _check_size(model: ModelProto) -> None:
+    """InvalidModel for one that comes to more than `MOST_NODES` once the bodies of its functions stand where they are
+    called: functions that call each other twice double with every one."""
+    functions = {(function.domain, function.name, function.overload): function for function in model.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
+
+    def size(nodes: Iterable[NodeProto], calling: tuple[tuple[str, str, str], ...]) -> int:
+        total = 0
+        for node in nodes:
+            called = (node.domain, node.op_type, node.overload)
+            total += 1
+            if called in functions:
+                if called in calling:
+                    raise InvalidModel(f"function {shown(node.op_type)} calls itself")
+                if len(calling) == _DEEPEST:
+                    raise InvalidModel(f"functions call each other more than {_DEEPEST} deep")
+                if called not in sizes:
+                    sizes[called] = size(functions[called].node, (*calling, called))
+                total += sizes[called]
+            for attribute in node.attribute:
+                for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                    total += size(graph.node, calling)
+        return total
+
+    if size(model.graph.node, ()) > MOST_NODES:
+        raise InvalidModel(f"the model comes to more than {MOST_NODES} nodes once its functions are written out")
 
 
 def _entries_of(tensor: TensorProto) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -568,3 +569,32 @@ def test_output_of_function_that_nothing_produces(tmp_path: Path) -> None:
 def test_operator_counts() -> None:
     """The operators of a graph are counted by their names."""
     assert onnx_model.operator_counts(matmuls().graph.node) == {"MatMul": 2, "Add": 1, "Softmax": 1}
+
+
+@pytest.mark.parametrize(
+    ("called", "depth", "complaint"),
+    [(2, 40, "more than 50000 nodes"), (1, 102, "more than 100 deep"), (1, 0, "calls itself"), (2, 12, None)],
+    ids=["doubling", "deep", "itself", "few"],
+)
+def test_functions_that_call_each_other(called: int, depth: int, complaint: str | None, tmp_path: Path) -> None:
+    """Functions that come to more nodes than anybody's model, or call each other too deep or in a circle, are refused
+    before anything is written out."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
+
+    def body(of: str, domain: str) -> list[NodeProto]:
+        names = ["x", *(f"t{number}" for number in range(1, called)), "y"]
+        return [helper.make_node(of, [a], [b], domain=domain) for a, b in itertools.pairwise(names)]
+
+    functions = [
+        helper.make_function("mine", f"f{level}", ["x"], ["y"], body(f"f{level + 1}", "mine"), opsets)
+        for level in range(depth)
+    ]
+    last = body("Relu", "") if depth else body("f0", "mine")
+    functions.append(helper.make_function("mine", f"f{depth}", ["x"], ["y"], last, opsets))
+    node = helper.make_node("f0", ["x"], ["y"], domain="mine")
+    path = save(make_model([node], [port("x", 2)], [port("y", 2)], functions=functions), tmp_path)
+    if complaint is None:
+        assert onnx_model.load(path).functions
+        return
+    with pytest.raises(InvalidModel, match=complaint):
+        onnx_model.load(path)
