@@ -11,6 +11,7 @@ import hashlib
 import math
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
@@ -178,6 +179,10 @@ def _parse(data: bytes, files: _DataFiles | None) -> ModelProto:
         onnx.checker.check_model(model.SerializeToString() if outside else data)
     except (onnx.checker.ValidationError, ValueError) as error:
         raise InvalidModel(f"the file is not a valid ONNX model: {first_line(error)}") from None
+    named = Counter(node.name for node in model.graph.node if node.name)
+    if (twice := next((name for name, count in named.items() if count > 1), None)) is not None:
+        # ONNX Runtime, the reference, takes none.
+        raise InvalidModel(f"two nodes are called {shown(twice)}; give each node a name of its own, or none")
     if files is not None:
         weights = {id(tensor): tensor for tensor in model.graph.initializer}
         for tensor, (entry, dims) in zip(outside, entries, strict=True):

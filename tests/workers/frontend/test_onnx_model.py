@@ -598,3 +598,18 @@ def test_functions_that_call_each_other(called: int, depth: int, complaint: str 
         return
     with pytest.raises(InvalidModel, match=complaint):
         onnx_model.load(path)
+
+
+def test_two_nodes_of_one_name(tmp_path: Path) -> None:
+    """A model that ONNX Runtime refuses, for two of its nodes have one name, is refused at the upload, and says which;
+    nodes may have none."""
+    model = make_model(
+        [helper.make_node("Relu", ["x"], ["a"], "twin"), helper.make_node("Abs", ["a"], ["y"], "twin")],
+        [port("x", 2)],
+        [port("y", 2)],
+    )
+    with pytest.raises(InvalidModel, match="two nodes are called 'twin'"):
+        onnx_model.load(save(model, tmp_path))
+    for node in model.graph.node:
+        node.name = ""
+    assert len(onnx_model.load(save(model, tmp_path)).graph.node) == 2
