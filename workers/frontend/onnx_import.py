@@ -201,7 +201,8 @@ def fold(model: ModelProto, scratch: Path, large_bytes: int = LARGE_BYTES) -> Mo
     try:
         onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ImportFailed(f"ONNX Runtime refuses the model: {last_line(error)}") from error
+        why = last_line(error).replace(f"Load model from {whole} failed:", "")  # where it lies nobody can look
+        raise ImportFailed(f"ONNX Runtime refuses the model: {why}") from error
     return onnx.load(folded, load_external_data=False)
 
 
