@@ -57,6 +57,8 @@ def _transport_options(broker_url: str, data_dir: Path) -> dict[str, Any]:
             "control_folder": str(control),
             "processed_folder": str(processed),
             "store_processed": False,
+            # A look into an empty folder; by itself Kombu's file transport looks once a second.
+            "polling_interval": 0.2,
         }
     if broker_url.startswith(("redis:", "rediss:")):
         # Messages are acknowledged at once, so this only bounds how long one stays with a worker that died holding it.

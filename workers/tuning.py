@@ -263,13 +263,14 @@ class Attempt:
                     "nothing is computed in int8 on GPUs by this version; use none", field="quantization.scheme"
                 )
             # Reading these takes a quarter of a minute, and only sketches need them.
-            intrinsics = "cuda" if search.trials and search.tuner in ("auto", SKETCHES) else ""
+            intrinsics = "cuda" if search.tuner in ("auto", SKETCHES) else ""
             make = self._make_for_gpu
         else:
             intrinsics = "x86" if self.key.device.arch == "x86_64" else "arm_cpu"
             make = self._make_for_cpu
+        measures = search.trials > 0
         # The server imports TVM, and so does this process: both at once.
-        with ForkServer(preload(intrinsics)) as server:
+        with ForkServer(preload(intrinsics if measures else "", measures=measures)) as server:
             yield partial(make, server)
 
     def _make_for_cpu(self, server: ForkServer, imports: Mapping[str, Imported], selected: Selected | None) -> Made:

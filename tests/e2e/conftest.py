@@ -24,12 +24,13 @@ from service.client import Tunery
 
 TUNERY = str(Path(sys.executable).with_name("tunery"))
 
-#: Faults are noticed quickly: everything else is as users have it.
+#: Faults are noticed quickly, and events told so: everything else is as users have it.
 FAST = {
     "TUNERY_HEARTBEAT_TIMEOUT_S": "4",
     "TUNERY_SWEEP_INTERVAL_S": "0.5",
     "TUNERY_UNCLAIMED_AFTER_S": "3",
     "TUNERY_HEARTBEAT_INTERVAL_S": "0.5",
+    "TUNERY_EVENT_POLL_S": "0.1",
 }
 
 

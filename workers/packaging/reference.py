@@ -241,6 +241,9 @@ def run(comparison: Comparison) -> dict[str, Json]:
     Runtime says of the model; or `failed`, what became of a library on a board or GPU; or `lost`, why none could be
     asked."""
     set_threads(comparison.threads)
+    # How often TVM's idle threads look for work before they sleep. By itself it is ten times as often: a fifth of a
+    # second, waited for before each sample of an engine. What is left spans the pauses within and between inferences.
+    os.environ["TVM_THREAD_POOL_SPIN_COUNT"] = "30000"
     import onnxruntime
 
     options, operators = onnxruntime.SessionOptions(), _operators(comparison.reference)

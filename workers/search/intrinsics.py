@@ -17,15 +17,16 @@ _NAME: Final = "tvm.s_tir.tensor_intrin"
 POOL_BYTES: Final = 128 << 20
 
 
-def preload(module: str) -> tuple[str, ...]:
+def preload(module: str, *, measures: bool = True) -> tuple[str, ...]:
     """What a fork server needs for the steps of a search, on a device whose tensor intrinsics are in `module`; "" if
-    none are needed.
+    none are needed. Of one that measures nothing: what tells without measuring.
 
     Here and not beside the steps, so that a server can be started before TVM is imported: both take seconds, and go on
     at once.
     """
     steps = "workers.search.forked_steps"  # else each child would import it, for longer than most steps take
-    return (f"{__name__}:use_only:{module}", steps, f"workers.search.sampling:fill_pool:{POOL_BYTES}")
+    known = (f"{__name__}:use_only:{module}", steps)
+    return (*known, f"workers.search.sampling:fill_pool:{POOL_BYTES}") if measures else known
 
 
 def use_only(*modules: str) -> None:

@@ -20,6 +20,8 @@ from workers.search.candidates import Built, Measurement
 _pool = np.empty(0, dtype=np.float32)
 #: Numbers in a cache line: TVM takes no tensor that begins within one.
 _LINE: Final = 16
+#: Numbers that are made; the others are copies of them.
+_BLOCK: Final = 1 << 20
 #: Copies of a kernel's weights at most: small ones stay in a cache within a model as well.
 MAX_COPIES: Final = 512
 #: Samples of one candidate that are this close to each other are believed.
@@ -29,15 +31,22 @@ _EXTRA: Final = 3
 
 
 def fill_pool(size: str) -> None:
-    """Have so many bytes of numbers at hand, which forked children share: making them takes longer than measuring."""
+    """Have so many bytes of numbers at hand, which forked children share: making them takes longer than measuring.
+
+    They repeat each `_BLOCK`, by which no cache is fooled: it goes by their places.
+    """
     global _pool
-    numbers = np.random.default_rng(0).random(int(size) // 4 + _LINE, dtype=np.float32)
-    begin = (-numbers.ctypes.data % (4 * _LINE)) // 4
-    _pool = numbers[begin : begin + int(size) // 4]
+    block = np.random.default_rng(0).random(_BLOCK, dtype=np.float32)
     # The lower half of each, read as float16, is of [6e-5, 1) too: neither NaN nor what may be converted more slowly.
-    bits = _pool.view(np.uint32)
+    bits = block.view(np.uint32)
     bits &= 0xFFFF3BFF
     bits |= 0x00000400
+    numbers = np.empty(int(size) // 4 + _LINE, dtype=np.float32)
+    begin = (-numbers.ctypes.data % (4 * _LINE)) // 4
+    _pool = numbers[begin : begin + int(size) // 4]
+    for start in range(0, _pool.size, _BLOCK):
+        part = _pool[start : start + _BLOCK]
+        part[:] = block[: part.size]
 
 
 def measure(
