@@ -90,7 +90,7 @@ def cut(model: ModelProto, weights: Path) -> Cut | None:
     wanted = dict.fromkeys(
         name
         for name in (*names, selection.boxes, selection.scores, *sorted(read))
-        if name and name not in behind and name not in stored
+        if name and name not in behind and (name in names or name not in stored)
     )
     inputs = [value.name for value in model.graph.input]
     before = _needed(model.graph.node, wanted)
@@ -104,8 +104,9 @@ def cut(model: ModelProto, weights: Path) -> Cut | None:
         return ports[name]
 
     head = tail = None
-    if before:
-        head = _part(model, before, [ports[name] for name in inputs], [port(n) for n in wanted if n not in inputs])
+    if before or stored & wanted.keys():
+        head = _part(model, before, [], [port(name) for name in wanted if name not in inputs])
+        head.graph.input.extend(ports[name] for name in inputs)  # all, as of the whole: what is fed to both is the same
     beside = [port(name) for name in wanted if name in read]
     answers = [ports[name] for name in names if name in behind]
     if after:
@@ -176,7 +177,7 @@ def _needed(nodes: Iterable[NodeProto], wanted: Iterable[str]) -> list[NodeProto
 def _part(
     model: ModelProto, nodes: Sequence[NodeProto], inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]
 ) -> ModelProto:
-    read = {name for node in nodes for name in onnx_model.reads(node)}
+    read = {name for node in nodes for name in onnx_model.reads(node)} | {value.name for value in outputs}
     part = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     part.graph.name = model.graph.name
     part.graph.node.extend(nodes)

@@ -243,15 +243,16 @@ def test_a_threshold_that_is_computed(tmp_path: Path) -> None:
 
 
 def detector() -> ModelProto:
-    """A selection of what nodes before it make, and a row for each box from nodes behind it."""
-    before = [helper.make_node("Abs", ["boxes"], ["corners"]), helper.make_node("Sigmoid", ["scores"], ["sure"])]
+    """A selection of boxes that a node before it makes and scores that are fed, a row for each box from nodes behind
+    it, and an output that is a constant."""
+    before = [helper.make_node("Sigmoid", ["boxes"], ["corners"])]
     behind = [
-        helper.make_node("GatherND", ["sure", "selected"], ["points"]),
+        helper.make_node("GatherND", ["scores", "selected"], ["points"]),
         helper.make_node("Unsqueeze", ["points", "one"], ["detected"]),
     ]
-    weights = {"one": np.array([1], np.int64)}
-    return selecting(behind, [("detected", TensorProto.FLOAT, ["K", 1])], before=before, names="corners sure",
-                     score=0.6, weights=weights)  # fmt: skip
+    weights = {"one": np.array([1], np.int64), "table": np.arange(3, dtype=np.float32)}
+    outputs = [("detected", TensorProto.FLOAT, ["K", 1]), ("table", TensorProto.FLOAT, [3])]
+    return selecting(behind, outputs, before=before, names="corners scores", score=0.6, weights=weights)
 
 
 def test_the_check_of_a_detector(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_the_check_of_a_detector(tmp_path: Path) -> None:
     library_path = compile_parts(parts, tmp_path)
     assert parts.selected is not None
     head = parts.functions["head"]
-    assert [spec.name for spec in head.outputs] == ["corners", "sure"]
+    assert [spec.name for spec in head.outputs] == ["table", "corners"]
     whole = Comparison(
         str(parts.bound), {"untuned": str(library_path)}, parts.selected.inputs, 2, rounds=1, min_sample_s=0.0,
         rest=Rest(str(parts.selected.rest), [spec.name for spec in head.outputs]),
