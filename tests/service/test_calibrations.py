@@ -234,12 +234,12 @@ def test_every_wish_is_a_key_of_its_own(service: Service, model: str) -> None:
         "quantization": json.dumps({**base, "exclude": ["the_node", "y"]}),
     }
     assert service.http.get("/v1/artifacts", params=wanted).json()["key"] == answers[7].json()["key"]
-    other = {**wanted, "quantization": json.dumps({"scheme": "int8", "mode": "dynamic"})}
+    other = {**wanted, "quantization": json.dumps({**base, "calibration": second, "method": "entropy"})}
     miss = service.http.get("/v1/artifacts", params=other)
     assert miss.status_code == 404
     (near,) = [near for near in miss.json()["nearest"] if near["key"] == answers[7].json()["key"]]
     assert [difference["field"] for difference in near["differences"]] == [
-        "quantization.calibration", "quantization.method", "quantization.exclude", "quantization.mode",
+        "quantization.calibration", "quantization.method", "quantization.exclude",
     ]  # fmt: skip
 
 
