@@ -91,11 +91,6 @@ def refuse_on(device: Device, quantization: QuantizationConfig, options: BuildOp
                 field="quantization.scheme",
             )
         return
-    if quantization.scheme == "int8":
-        raise UnsupportedOption(
-            'quantization.scheme "int8" is not available on GPUs in this version; use "fp16" or "none"',
-            field="quantization.scheme",
-        )
     if options.reassociation:
         raise UnsupportedOption(
             "options.reassociation has no meaning on GPUs, whose compiler does not know it; leave it out",

@@ -258,10 +258,6 @@ class Attempt:
         """What makes the libraries for a device of this kind. What differs by kind is behind it."""
         search = self.job.spec.search
         if self.key.device.kind == "cuda":
-            if self.key.quantization.scheme == "int8":
-                raise UnsupportedOption(
-                    "nothing is computed in int8 on GPUs by this version; use none", field="quantization.scheme"
-                )
             # Reading these takes a quarter of a minute, and only sketches need them.
             intrinsics = "cuda" if search.tuner in ("auto", SKETCHES) else ""
             make = self._make_for_gpu
@@ -399,9 +395,9 @@ class Attempt:
         kernels = gpu_library.kernels(
             imports["main"].module, target, half=half, keep_float32=half, opt_level=options.opt_level
         )
-        modules = {"untuned": gpu_library.schedule_the_rest(kernels, target)}
+        modules = {"untuned": gpu_library.schedule_the_rest(kernels.module, target)}
         records = Records(self.store, self.claim, self.key.record_scope())
-        model = GpuModel(kernels, target)
+        model = GpuModel(kernels.module, target)
         operators = model.extract(records.adopt)
         search = self.job.spec.search
         self.stage("search", f"{len(operators)} operators, {search.trials} trials at most")
@@ -426,6 +422,7 @@ class Attempt:
             cubins = gpu_library.compile_library(module, target, Path(path), fast_math=options.fast_math)
             graphs[path] = {
                 "operators": len(operators),
+                "quantized_sums": None if kernels.sums is None else kernels.sums.told(),
                 "kernels": sum(len(cubin.kernels) for cubin in cubins),
                 "machine_code": [{"arch": cubin.arch, "bytes": cubin.size_bytes} for cubin in cubins],
             }

@@ -1,8 +1,8 @@
 """The graph pipeline for GPUs: numbers in half precision where that is asked for, and a schedule for every kernel.
 
-Follows `workers.graph.pipeline.simplify`. No layout is changed. A kernel that a search has found no schedule for gets
-the one that TVM's own rules give it. `PIPELINE` names these passes in every key: change one, its order or its options,
-and count the version up.
+Follows `workers.graph.pipeline.simplify` and `workers.graph.gpu_integer`. No layout is changed. A kernel that a search
+has found no schedule for gets the one that TVM's own rules give it. `PIPELINE` names these passes in every key: change
+one, its order or its options, and count the version up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.graph.half import is_half
 from workers.graph.pipeline import to_loops
 from workers.search import intrinsics
 
-PIPELINE: Final = "gpu-search-1"
+PIPELINE: Final = "gpu-search-2"
 
 #: Operators that would follow their inputs into half precision, and do not: their results leave its range (beyond
 #: 65504, or below 6e-5), or they sum so many numbers that the sum does. Softmax, sums and means never follow.

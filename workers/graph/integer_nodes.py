@@ -15,6 +15,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import relax
 
+from tuning_db.keys import Json
 from workers.graph.computations import Computation, Pooling
 from workers.graph.dynamic import RunGrid, run_grid
 from workers.graph.folding import in_units
@@ -47,7 +48,7 @@ FEW_CHANNELS: Final = 8
 _FEW_ROWS: Final = 64
 AVERAGES: Final = ("mean", "nn.avg_pool2d")
 #: Operators that sum products.
-_SUMS: Final = frozenset({"matmul", *(f"nn.conv{rank}d{kind}" for rank in (1, 2, 3) for kind in ("", "_transpose"))})
+SUMS: Final = frozenset({"matmul", *(f"nn.conv{rank}d{kind}" for rank in (1, 2, 3) for kind in ("", "_transpose"))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,10 @@ class InReal:
     shape: tuple[int, ...]  #: of its result
     reason: str
 
+    def told(self) -> dict[str, Json]:
+        """As the manifest tells it."""
+        return {"operator": self.operator, "shape": list(self.shape), "reason": self.reason}
+
 
 class IntegerNodes:
     """The nodes of a graph, and what of them is in kernels so far."""
@@ -100,7 +105,7 @@ class IntegerNodes:
     @property
     def is_quantized(self) -> bool:
         """Whether anything in it is quantized."""
-        return any(node.operator in ("quantize", "dequantize") or _sums_wide_integers(node) for node in self._nodes)
+        return is_quantized(self._nodes)
 
     @property
     def integer_sums(self) -> int:
@@ -114,12 +119,10 @@ class IntegerNodes:
             InReal(
                 node.operator,
                 node.shape,
-                "its weights have a zero point, or its sums are read as integers: int32 times int32"
-                if _sums_wide_integers(node)
-                else self._reasons.get(node.index, "no kernel of bytes computes it"),
+                reason_of_real(node, self._reasons.get(node.index, "no kernel of bytes computes it")),
             )
             for node in self._nodes
-            if node.operator in _SUMS and node.index not in self._integers
+            if node.operator in SUMS and node.index not in self._integers
         ]
 
     def _node(self, expression: Any) -> Node | None:
@@ -233,8 +236,20 @@ class IntegerNodes:
         return node.operator == "dequantize" and bool(node.uses) and all(use in self._integers for use in node.uses)
 
 
+def is_quantized(nodes: Sequence[Node]) -> bool:
+    """Whether anything in a graph of these is quantized."""
+    return any(node.operator in ("quantize", "dequantize") or _sums_wide_integers(node) for node in nodes)
+
+
+def reason_of_real(node: Node, reason: str) -> str:
+    """Why an operator that sums does so not in products of bytes, `reason` where it sums real numbers."""
+    if _sums_wide_integers(node):
+        return "its weights have a zero point, or its sums are read as integers: int32 times int32"
+    return reason
+
+
 def _sums_wide_integers(node: Node) -> bool:
-    return node.operator in _SUMS and dtype_of(node.variable) == "int32"
+    return node.operator in SUMS and dtype_of(node.variable) == "int32"
 
 
 def _constants_of(

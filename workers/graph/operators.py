@@ -68,10 +68,7 @@ class Model:
         """
         if self._quantized is None:
             return None
-        real: list[Json] = [
-            {"operator": found.operator, "shape": list(found.shape), "reason": found.reason}
-            for found in self._quantized.real_sums
-        ]
+        real: list[Json] = [found.told() for found in self._quantized.real_sums]
         return {"in_integers": self._quantized.integer_sums, "dot_products": self.dot, "others": real}
 
     def weight_types(self) -> dict[str, Json]:

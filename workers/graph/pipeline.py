@@ -30,14 +30,15 @@ def pass_context(opt_level: int = 3) -> Any:
     )
 
 
-def simplify() -> tvm.transform.Pass:
-    """The imported module in fewer and simpler operators: what `workers.graph.blocked` reads."""
+def simplify(data: str = "uint8") -> tvm.transform.Pass:
+    """The imported module in fewer and simpler operators: what `workers.graph.blocked` reads. `data` is the type of
+    quantized tensors."""
     return tvm.transform.Sequential(
         [
             relax.transform.DecomposeOpsForInference(),
             relax.transform.CanonicalizeBindings(),
             relax.transform.EliminateCommonSubexpr(),
-            FoldConstants(),
+            FoldConstants(data),
             ApplyIdentities(),
             relax.transform.DeadCodeElimination(),
             MergeProjections(),

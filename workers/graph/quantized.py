@@ -23,6 +23,7 @@ Array = NDArray[Any]
 
 #: What int8 lies below uint8.
 _BELOW: Final = 128
+_BYTES: Final = ("uint8", "int8")
 #: Operators whose first argument is all data, and whose result is some of its numbers.
 _MOVERS: Final = frozenset(
     f"relax.{name}"
@@ -45,6 +46,14 @@ class Grid:
     def bounds(self) -> tuple[int, int]:
         limits = np.iinfo(self.dtype)
         return int(limits.min), int(limits.max)
+
+    def of(self, dtype: str) -> Grid:
+        """The grid of the same bytes as another type of 8 bits, least for least."""
+        return Grid(self.scale, self.zero + _least(dtype) - _least(self.dtype), dtype)
+
+
+def _least(dtype: str) -> int:
+    return int(np.iinfo(dtype).min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +117,12 @@ class FoldConstants:
     """TVM's FoldConstant, but for int8 weights, which stay what they are; and dequantizations where they are read.
 
     A dequantization is made anew for each reader, behind what only moves numbers; where what it reads is quantized to
-    the same grid again, both are none. Between quantization and dequantization int8 becomes uint8, with a zero point
-    128 higher: the kind of data that products of bytes take.
+    the same grid again, both are none. Between quantization and dequantization bytes are of the type `data`, which
+    products take: int8 becomes uint8, with a zero point 128 higher, or the other way round.
     """
+
+    def __init__(self, data: str = "uint8") -> None:
+        self._data = data
 
     def transform_module(self, module: tvm.ir.IRModule, _context: Any) -> tvm.ir.IRModule:
         # The module is the same without the first: TVM compiles a kernel for each constant that it folds.
@@ -123,7 +135,7 @@ class FoldConstants:
             return fold(module)
         if not any(_name(binding.value) in ("relax.quantize", "relax.dequantize") for binding in bindings):
             return fold(module)
-        rewriting = _Rewriting(module, bindings)
+        rewriting = _Rewriting(module, bindings, self._data)
         module = fold(rewriting.module())
         # What is folded must be constant: weights that must not be are parameters meanwhile.
         return relax.transform.BindParams("main", rewriting.parameters)(module)
@@ -147,15 +159,16 @@ class _Lazy:
 class _Rewriting:
     """`main` written anew. `parameters` are the weights that it has got as parameters."""
 
-    def __init__(self, module: tvm.ir.IRModule, bindings: Sequence[Any]) -> None:
+    def __init__(self, module: tvm.ir.IRModule, bindings: Sequence[Any], data: str) -> None:
         self._module = module
+        self._data = data
         self._bindings = bindings
         self._builder = relax.BlockBuilder()
         self._values: dict[Any, Any] = {}  #: variable → expression of the new function
         self._lazy: dict[Any, _Lazy] = {}
         #: Concatenations of tensors on several grids, and these: emitted where they are read.
         self._joined: dict[Any, tuple[Any, list[_Lazy]]] = {}
-        self._shifted: set[Any] = set()  #: variables of int8 whose values are uint8, 128 higher
+        self._shifted: set[Any] = set()  #: variables whose values are the other type of bytes
         self._weights: dict[Any, Any] = {}  #: variable → the dequantization, of a parameter, that it is replaced by
         self.parameters: dict[Any, Any] = {}
         self._find_weights()
@@ -251,17 +264,17 @@ class _Rewriting:
             return False
         data, zero = self._values.get(call.args[0], call.args[0]), call.args[2]
         if call.args[0] in self._shifted:
-            grid = Grid(grid.scale, grid.zero + _BELOW, "uint8")
-            zero = relax.const(np.array(grid.zero, np.uint8))
+            grid = grid.of(self._data)
+            zero = relax.const(np.array(grid.zero, self._data))
         self._lazy[variable] = _Lazy(data, call.args[1], zero, int(call.attrs.axis), grid)
         return True
 
     def _quantize(self, variable: Any, call: Any) -> bool:
         dtype = str(call.attrs.out_dtype)
         grid = grid_of(call.args, dtype)
-        if grid is None or dtype not in ("int8", "uint8"):
+        if grid is None or dtype not in _BYTES:
             return False
-        as_bytes = grid if dtype == "uint8" else Grid(grid.scale, grid.zero + _BELOW, "uint8")
+        as_bytes = grid.of(self._data)
         lazy = self._lazy.get(call.args[0])
         if call.args[0] in self._joined:
             # Each part by itself, where it is made.
@@ -271,18 +284,18 @@ class _Rewriting:
         else:
             made = self._to_grid(lazy or self._read(call.args[0]), call, as_bytes)
         self._values[variable] = made
-        if dtype == "int8":
+        if dtype != self._data:
             self._shifted.add(variable)
         return True
 
     def _to_grid(self, data: Any, call: Any, grid: Grid) -> Any:
-        """Real numbers, or what will be, quantized by `call` to uint8 on a grid."""
+        """Real numbers, or what will be, quantized by `call` to a grid."""
         if isinstance(data, _Lazy):
             if data.grid == grid:
                 return data.data
             data = data.emit(self._builder)
-        zero = relax.const(np.array(grid.zero, np.uint8))
-        quantized = relax.op.quantize(data, call.args[1], zero, axis=int(call.attrs.axis), out_dtype="uint8")
+        zero = relax.const(np.array(grid.zero, grid.dtype))
+        quantized = relax.op.quantize(data, call.args[1], zero, axis=int(call.attrs.axis), out_dtype=grid.dtype)
         return self._builder.emit(quantized)
 
     def _read(self, expression: Any) -> Any:
@@ -297,8 +310,10 @@ class _Rewriting:
             value = self._values.get(expression, expression)
             if expression in self._shifted:
                 wide = self._builder.emit(relax.op.astype(value, "int16"))
-                lower = self._builder.emit(relax.op.subtract(wide, relax.const(np.array(_BELOW, np.int16))))
-                return self._builder.emit(relax.op.astype(lower, "int8"))
+                dtype = str(expression.ty.dtype)
+                by = _least(self._data) - _least(dtype)
+                moved = self._builder.emit(relax.op.subtract(wide, relax.const(np.array(by, np.int16))))
+                return self._builder.emit(relax.op.astype(moved, dtype))
             return value
         if isinstance(expression, relax.Tuple):
             return relax.Tuple([self._read(item) for item in expression.fields])

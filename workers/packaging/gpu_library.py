@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,36 @@ from tvm import relax
 
 from tuning_db.errors import BuildFailed
 from workers.graph import gpu, pipeline
+from workers.graph.gpu_integer import QuantizedSums, integer_sums
 from workers.linker import NoLinker, export_for
 from workers.packaging import device_code, nvrtc
 from workers.said import last_line
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A model as GPU kernels without a schedule."""
+
+    module: tvm.ir.IRModule
+    sums: QuantizedSums | None  #: None of a model that nothing is quantized in
+
+
 def kernels(
     module: tvm.ir.IRModule, target: tvm.target.Target, *, half: bool, keep_float32: bool = False, opt_level: int = 3
-) -> tvm.ir.IRModule:
-    """An imported module as GPU kernels without a schedule, in half precision or as it is. With `keep_float32`,
-    convolutions and products whose weights are not all numbers of float16 stay in single precision.
+) -> Kernels:
+    """An imported module as GPU kernels: what is quantized in integers, the rest in half precision or as it is. With
+    `keep_float32`, convolutions and products whose weights are not all numbers of float16 stay in single precision.
 
     BuildFailed if that would change the types of the model's outputs.
     """
     with target, gpu.pass_context(opt_level):
-        module = pipeline.simplify()(module)
+        module, sums = integer_sums(pipeline.simplify("int8")(module))
         if half:
             outputs = module["main"].ret_ty
             module = gpu.half_precision(keep_float32=keep_float32)(module)
             if not tvm_ffi.structural_equal(module["main"].ret_ty, outputs):
                 raise BuildFailed("half precision would change the types of the model's outputs")
-        return gpu.to_kernels()(module)
+        return Kernels(gpu.to_kernels()(module), sums)
 
 
 def schedule_the_rest(module: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
@@ -52,7 +62,7 @@ def lower(
 ) -> tvm.ir.IRModule:
     """`kernels`, all with TVM's default schedules: a model that nothing was searched for."""
     made = kernels(module, target, half=half, keep_float32=keep_float32, opt_level=opt_level)
-    return schedule_the_rest(made, target)
+    return schedule_the_rest(made.module, target)
 
 
 def compile_library(

@@ -79,7 +79,7 @@ def kernels_of(model: Path, inputs: Mapping[str, tuple[int, ...]], scratch: Path
     """The kernels of a model, as `gpu_library` lowers it, before they are scheduled."""
     imported = import_onnx(model, [TensorSpec(name, "float32", shape) for name, shape in inputs.items()], scratch)
     target = tvm.target.Target(json.loads(gpu_target_of(ORIN, json.dumps({"kind": "llvm"}))))
-    return gpu_library.kernels(imported.module, target, half=half)
+    return gpu_library.kernels(imported.module, target, half=half).module
 
 
 @pytest.mark.parametrize(("name", "half", "count"), [("bert_layer", False, 15), ("resnet50", True, 30)])
