@@ -77,12 +77,12 @@ def integer_sums(module: tvm.ir.IRModule) -> tuple[tvm.ir.IRModule, QuantizedSum
     `main` is not one dataflow block of static shapes, which stays as it is."""
     try:
         nodes = list(read(module))
-    except NotBlockable:
+        if not is_quantized(nodes):
+            return module, None
+        writing = _Writing(module, nodes)
+        return writing.module(), writing.told()
+    except NotBlockable:  # a shape may turn out not to be known while it is written
         return module, None
-    if not is_quantized(nodes):
-        return module, None
-    writing = _Writing(module, nodes)
-    return writing.module(), writing.told()
 
 
 class _Writing:
