@@ -228,12 +228,11 @@ def _constants_of(graph: GraphProto) -> dict[str, NDArray[Any]]:
 def _rename_inputs(node: NodeProto, names: Mapping[str, str]) -> None:
     """What a node and the graphs inside it read from outside, by its new name."""
     node.input[:] = [names.get(name, name) for name in node.input]
-    for attribute in node.attribute:
-        for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            own = {value.name for value in (*graph.input, *graph.initializer)}
-            own |= {output for inside in graph.node for output in inside.output}
-            outer = {old: new for old, new in names.items() if old not in own}
-            for inside in graph.node:
-                _rename_inputs(inside, outer)
-            for value in graph.output:
-                value.name = outer.get(value.name, value.name)
+    for graph in onnx_model.subgraphs(node):
+        own = {value.name for value in (*graph.input, *graph.initializer)}
+        own |= {output for inside in graph.node for output in inside.output}
+        outer = {old: new for old, new in names.items() if old not in own}
+        for inside in graph.node:
+            _rename_inputs(inside, outer)
+        for value in graph.output:
+            value.name = outer.get(value.name, value.name)

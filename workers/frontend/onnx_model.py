@@ -210,9 +210,7 @@ def _check_size(model: ModelProto) -> None:
                 if called not in sizes:
                     sizes[called] = size(functions[called].node, (*calling, called))
                 total += sizes[called]
-            for attribute in node.attribute:
-                for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                    total += size(graph.node, calling)
+            total += sum(size(graph.node, calling) for graph in subgraphs(node))
         return total
 
     if size(model.graph.node, ()) > MOST_NODES:
@@ -392,8 +390,15 @@ def check_one_piece(model: ModelProto, scheme: str) -> None:
         )
 
 
-def selecting(graph: GraphProto) -> list[NodeProto]:
-    return [node for node in graph.node if node.op_type == SELECTING and node.domain in ("", "ai.onnx")]
+def selecting(graph: GraphProto, opset: int) -> NodeProto | None:
+    """The graph's NonMaxSuppression, if it has one. UnsupportedOperator for a second one."""
+    found = [node for node in graph.node if node.op_type == SELECTING and node.domain in ("", "ai.onnx")]
+    if len(found) > 1:
+        raise unsupported(
+            SELECTING, name_of(found[1]), opset,
+            f": one is done in a model, and {name_of(found[0])!r} is another; end the model before them",
+        )  # fmt: skip
+    return found[0] if found else None
 
 
 def selects(model: ModelProto) -> bool:
@@ -477,12 +482,7 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
 
     Only what is certain counts: of functions, and of operators that hold graphs, nobody looks at what they give.
     """
-    found = selecting(graph)
-    if len(found) > 1:
-        raise unsupported(
-            SELECTING, name_of(found[1]), opset,
-            f": one is done in a model, and {name_of(found[0])!r} is another; end the model before them",
-        )  # fmt: skip
+    selecting(graph, opset)
     stored = {tensor.name for tensor in graph.initializer}
     fed = {value.name: value.name for value in graph.input if value.name not in stored}
     for node in graph.node:
@@ -510,12 +510,19 @@ def _check_shapes(graph: GraphProto, opset: int) -> None:
 def reads(node: NodeProto) -> set[str]:
     """The tensors that a node depends on, those included that its subgraphs take from outside."""
     names = set(node.input)
-    for attribute in node.attribute:
-        for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            inner = {name for inside in graph.node for name in reads(inside)} | {value.name for value in graph.output}
-            own = {value.name for value in (*graph.input, *graph.initializer)}
-            names |= inner - own - {name for inside in graph.node for name in inside.output}
+    for graph in subgraphs(node):
+        inner = {name for inside in graph.node for name in reads(inside)} | {value.name for value in graph.output}
+        own = {value.name for value in (*graph.input, *graph.initializer)}
+        names |= inner - own - {name for inside in graph.node for name in inside.output}
     return names
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """The graphs among the node's attributes, themselves and not copies."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
 
 
 def has_function_body(op_type: str, opset: int) -> bool:

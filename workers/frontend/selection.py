@@ -66,16 +66,10 @@ class Cut:
 
 def cut(model: ModelProto, weights: Path) -> Cut | None:
     """The parts of a bound, flat model; None for one that selects nothing. UnsupportedOperator for what is not done."""
-    nodes = onnx_model.selecting(model.graph)
-    if not nodes:
-        return None
     opset = onnx_model.opset_of(model)
-    if len(nodes) > 1:
-        raise onnx_model.unsupported(
-            onnx_model.SELECTING, onnx_model.name_of(nodes[1]), opset,
-            f": one is done in a model, and {onnx_model.name_of(nodes[0])!r} is another; end the model before them",
-        )  # fmt: skip
-    [node] = nodes
+    node = onnx_model.selecting(model.graph, opset)
+    if node is None:
+        return None
     known = onnx.shape_inference.infer_shapes(model, data_prop=True)
     ports = {value.name: value for value in (*known.graph.value_info, *known.graph.input, *known.graph.output)}
     selection = _selection(model, node, ports, opset, weights)
@@ -137,13 +131,10 @@ def _selection(
     shapes = []
     for name in node.input[:2]:
         if name in stored:
-            shapes.append(tuple(stored[name].dims))
-        elif name in ports and _static(ports[name]):
-            shapes.append(tuple(dim.dim_value for dim in ports[name].type.tensor_type.shape.dim))
-        else:
-            raise refuse(f"the shape of {name!r} depends on the data")
-        if name in stored:
             raise refuse(f"{name!r} is a constant; select its boxes before the model is exported")
+        if name not in ports or not _static(ports[name]):
+            raise refuse(f"the shape of {name!r} depends on the data")
+        shapes.append(tuple(dim.dim_value for dim in ports[name].type.tensor_type.shape.dim))
     (batches, candidates, _), (_, classes, _) = shapes
     most = min(int(constant(2, "max_output_boxes_per_class") or 0), candidates)
     iou_threshold = constant(3, "iou_threshold") or 0.0

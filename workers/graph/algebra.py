@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from tvm import relax
 from tvm.ir.expr import GenericConst
 
+from workers.graph.nodes import rewritten
+
 Array = NDArray[Any]
 
 #: Given the rewriting, a variable of the old function, what its call became and that call over new variables, it says
@@ -80,16 +82,7 @@ class Rewriting:
         return made if name_of(made) in names else None
 
     def _read(self, expression: Any) -> Any:
-        if isinstance(expression, relax.Var):
-            return self._values.get(expression, expression)
-        if isinstance(expression, relax.Tuple):
-            return relax.Tuple([self._read(item) for item in expression.fields])
-        if isinstance(expression, relax.TupleGetItem):
-            return relax.TupleGetItem(self._read(expression.tuple_value), expression.index)
-        if isinstance(expression, relax.Call):
-            arguments = [self._read(argument) for argument in expression.args]
-            return relax.Call(expression.op, arguments, expression.attrs, expression.ty_args)
-        return expression
+        return rewritten(expression, lambda variable: self._values.get(variable, variable))
 
 
 def is_plain(module: tvm.ir.IRModule) -> bool:

@@ -53,6 +53,7 @@ from workers.graph.nodes import is_nchw as _is_nchw
 from workers.graph.nodes import number_of as _number
 from workers.graph.nodes import pair as _pair
 from workers.graph.nodes import pool_window_of as _pool_window
+from workers.graph.nodes import rewritten
 from workers.graph.nodes import shape_of as _shape
 from workers.graph.nodes import size_of as _hw
 from workers.graph.nodes import window_of as _window
@@ -489,17 +490,7 @@ class _Emission:
     # Expressions that are not ours
 
     def _rewrite(self, expression: Any) -> Any:
-        if isinstance(expression, relax.Var):
-            return self._plain(expression)
-        if isinstance(expression, relax.Tuple):
-            return relax.Tuple([self._rewrite(item) for item in expression.fields])
-        if isinstance(expression, relax.TupleGetItem):
-            return relax.TupleGetItem(self._rewrite(expression.tuple_value), expression.index)
-        if isinstance(expression, relax.Call):
-            return relax.Call(
-                expression.op, [self._rewrite(a) for a in expression.args], expression.attrs, expression.ty_args
-            )
-        return expression
+        return rewritten(expression, self._plain)
 
     def _plain(self, variable: Any) -> Any:
         value = self._values.get(variable, variable)

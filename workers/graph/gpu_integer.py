@@ -28,7 +28,17 @@ from workers.graph.dynamic import RunGrid, run_grid
 from workers.graph.folding import channel_vector, in_units
 from workers.graph.integer import run_constants
 from workers.graph.integer_nodes import SUMS, InReal, is_quantized, reason_of_real
-from workers.graph.nodes import Node, NotBlockable, dtype_of, is_nchw, number_of, read, shape_of, window_of
+from workers.graph.nodes import (
+    Node,
+    NotBlockable,
+    dtype_of,
+    is_nchw,
+    number_of,
+    read,
+    rewritten,
+    shape_of,
+    window_of,
+)
 from workers.graph.parts import Window
 from workers.graph.pointwise import OPERATORS, VALUE, Program, Ref, Step
 from workers.graph.quantized import Grid, Weights, grid_of, weights_of
@@ -275,16 +285,7 @@ class _Writing:
 
     def _read(self, expression: Any) -> Any:
         """The expression over the new function's variables."""
-        if isinstance(expression, relax.Var):
-            return self._values.get(expression, expression)
-        if isinstance(expression, relax.Tuple):
-            return relax.Tuple([self._read(item) for item in expression.fields])
-        if isinstance(expression, relax.TupleGetItem):
-            return relax.TupleGetItem(self._read(expression.tuple_value), expression.index)
-        if isinstance(expression, relax.Call):
-            arguments = [self._read(argument) for argument in expression.args]
-            return relax.Call(expression.op, arguments, expression.attrs, expression.ty_args)
-        return expression
+        return rewritten(expression, lambda variable: self._values.get(variable, variable))
 
 
 def _is_for_channels(expression: Any, axis: int, rank: int, channels: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,20 @@ from workers.graph.parts import Window
 from workers.graph.pointwise import Step
 
 Array = NDArray[Any]
+
+
+def rewritten(expression: Any, read: Callable[[relax.Var], Any]) -> Any:
+    """The expression with what `read` gives in the place of each variable."""
+    if isinstance(expression, relax.Var):
+        return read(expression)
+    if isinstance(expression, relax.Tuple):
+        return relax.Tuple([rewritten(item, read) for item in expression.fields])
+    if isinstance(expression, relax.TupleGetItem):
+        return relax.TupleGetItem(rewritten(expression.tuple_value, read), expression.index)
+    if isinstance(expression, relax.Call):
+        arguments = [rewritten(argument, read) for argument in expression.args]
+        return relax.Call(expression.op, arguments, expression.attrs, expression.ty_args)
+    return expression
 
 
 class NotBlockable(Exception):

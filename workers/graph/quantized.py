@@ -18,11 +18,11 @@ from tvm import relax
 from tvm.ir.expr import GenericConst
 
 from workers.graph.constants import FoldWithNumpy
+from workers.graph.nodes import rewritten
+from workers.search.templates.knobs import BELOW
 
 Array = NDArray[Any]
 
-#: What int8 lies below uint8.
-_BELOW: Final = 128
 _BYTES: Final = ("uint8", "int8")
 #: Operators whose first argument is all data, and whose result is some of its numbers.
 _MOVERS: Final = frozenset(
@@ -204,7 +204,7 @@ class _Rewriting:
                 continue
             data, zero = (call.args[index].value.numpy() for index in (0, 2))
             if data.dtype == np.uint8:
-                data, zero = ((x.astype(np.int16) - _BELOW).astype(np.int16) for x in (data, zero))
+                data, zero = ((x.astype(np.int16) - BELOW).astype(np.int16) for x in (data, zero))
                 if np.abs(zero).max(initial=0) > 127:
                     continue
                 data, zero = data.astype(np.int8), zero.astype(np.int8)
@@ -300,30 +300,22 @@ class _Rewriting:
 
     def _read(self, expression: Any) -> Any:
         """The expression over the new function's variables."""
-        if isinstance(expression, relax.Var):
-            if expression in self._joined and expression not in self._values:
-                join, parts = self._joined[expression]
-                data = relax.Tuple([part.emit(self._builder) for part in parts])
-                self._values[expression] = self._builder.emit(relax.Call(join.op, [data], join.attrs, join.ty_args))
-            if expression in self._lazy:
-                return self._lazy[expression].emit(self._builder)
-            value = self._values.get(expression, expression)
-            if expression in self._shifted:
-                wide = self._builder.emit(relax.op.astype(value, "int16"))
-                dtype = str(expression.ty.dtype)
-                by = _least(self._data) - _least(dtype)
-                moved = self._builder.emit(relax.op.subtract(wide, relax.const(np.array(by, np.int16))))
-                return self._builder.emit(relax.op.astype(moved, dtype))
+        return rewritten(expression, self._value)
+
+    def _value(self, variable: relax.Var) -> Any:
+        if variable in self._joined and variable not in self._values:
+            join, parts = self._joined[variable]
+            data = relax.Tuple([part.emit(self._builder) for part in parts])
+            self._values[variable] = self._builder.emit(relax.Call(join.op, [data], join.attrs, join.ty_args))
+        if variable in self._lazy:
+            return self._lazy[variable].emit(self._builder)
+        value = self._values.get(variable, variable)
+        if variable not in self._shifted:
             return value
-        if isinstance(expression, relax.Tuple):
-            return relax.Tuple([self._read(item) for item in expression.fields])
-        if isinstance(expression, relax.TupleGetItem):
-            return relax.TupleGetItem(self._read(expression.tuple_value), expression.index)
-        if isinstance(expression, relax.Call):
-            return relax.Call(
-                expression.op, [self._read(a) for a in expression.args], expression.attrs, expression.ty_args
-            )
-        return expression
+        dtype = str(variable.ty.dtype)
+        wide = self._builder.emit(relax.op.astype(value, "int16"))
+        by = relax.const(np.array(_least(self._data) - _least(dtype), np.int16))
+        return self._builder.emit(relax.op.astype(self._builder.emit(relax.op.subtract(wide, by)), dtype))
 
 
 def _name(expression: Any) -> str:

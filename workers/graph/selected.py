@@ -21,12 +21,12 @@ from workers.frontend.selection import COLUMNS, Selection
 
 #: Where each coordinate of a box begins and ends: of two corners in any order, or of a centre and sizes.
 _CORNERS: Final = {
-    "y": ("T.min({box}[{b}, {i}, 0], {box}[{b}, {i}, 2])", "T.max({box}[{b}, {i}, 0], {box}[{b}, {i}, 2])"),
-    "x": ("T.min({box}[{b}, {i}, 1], {box}[{b}, {i}, 3])", "T.max({box}[{b}, {i}, 1], {box}[{b}, {i}, 3])"),
+    "y": ("T.min(boxes[{b}, {i}, 0], boxes[{b}, {i}, 2])", "T.max(boxes[{b}, {i}, 0], boxes[{b}, {i}, 2])"),
+    "x": ("T.min(boxes[{b}, {i}, 1], boxes[{b}, {i}, 3])", "T.max(boxes[{b}, {i}, 1], boxes[{b}, {i}, 3])"),
 }
 _CENTRED: Final = {
-    "y": tuple("{box}[{b}, {i}, 1] " + sign + " {box}[{b}, {i}, 3] / T.float32(2)" for sign in "-+"),
-    "x": tuple("{box}[{b}, {i}, 0] " + sign + " {box}[{b}, {i}, 2] / T.float32(2)" for sign in "-+"),
+    "y": tuple("boxes[{b}, {i}, 1] " + sign + " boxes[{b}, {i}, 3] / T.float32(2)" for sign in "-+"),
+    "x": tuple("boxes[{b}, {i}, 0] " + sign + " boxes[{b}, {i}, 2] / T.float32(2)" for sign in "-+"),
 }
 
 
@@ -125,7 +125,7 @@ def _corners(name: str, index: str, selection: Selection, indent: int) -> str:
     """Where the box begins and ends along both axes, as numbers called after it."""
     batch = f"each // {selection.classes}"
     lines = [
-        f"{name}_{axis}_{end}: T.float32 = {place.format(box='boxes', b=batch, i=index)}"
+        f"{name}_{axis}_{end}: T.float32 = {place.format(b=batch, i=index)}"
         for axis, ends in (_CENTRED if selection.centred else _CORNERS).items()
         for end, place in zip(("low", "high"), ends, strict=True)
     ]

@@ -32,6 +32,7 @@ from tests.workers.graph.test_quantized import (
     dynamic_sums,
     feed_forward,
     grouped,
+    one_convolution,
     quanta,
     quantized,
     sums,
@@ -197,9 +198,7 @@ def test_convolutions_of_any_channels(
     host: Host, folder: Path, channels: int, out: int, stride: int, kernel: int, relu: bool, seed: int
 ) -> None:
     """A convolution that is quantized at once is within a quantum of ONNX Runtime's, whatever its shape."""
-    net, pads, strides = Net(seed), [kernel // 2] * 4, [stride] * 2
-    x = net.conv(net.input(1, channels, 7, 6), channels, out, (kernel, kernel), strides=strides, pads=pads)
-    model = quantized(net.model(net("Relu", x) if relu else x), folder)
+    model = quantized(one_convolution(channels, out, stride, kernel, relu, seed), folder)
     lowered = take(model, host, folder, seed)
     assert integers(lowered) == (1, [])
     lowered.check(unscheduled(lowered, host), quanta(model))

@@ -282,15 +282,19 @@ def test_sums_of_data_less_128_are_exact(case: str, host: Host, folder: Path) ->
     check(take(sums(case, 3, requantized=False), host, folder, signed=True), host, count=1, exact=True)
 
 
+def one_convolution(channels: int, out: int, stride: int, kernel: int, relu: bool, seed: int) -> ModelProto:
+    net, pads, strides = Net(seed), [kernel // 2] * 4, [stride] * 2
+    x = net.conv(net.input(1, channels, 7, 6), channels, out, (kernel, kernel), strides=strides, pads=pads)
+    return net.model(net("Relu", x) if relu else x)
+
+
 @examples(12)
 @given(CHANNELS, CHANNELS, st.sampled_from((1, 2)), st.sampled_from((1, 3)), st.booleans(), SEEDS)
 def test_convolutions_of_any_channels(
     host: Host, folder: Path, channels: int, out: int, stride: int, kernel: int, relu: bool, seed: int
 ) -> None:
     """Channels that fill no block, fewer than four, of plain and of blocked data, under two choices of the template."""
-    net, pads, strides = Net(seed), [kernel // 2] * 4, [stride] * 2
-    x = net.conv(net.input(1, channels, 7, 6), channels, out, (kernel, kernel), strides=strides, pads=pads)
-    model = quantized(net.model(net("Relu", x) if relu else x), folder)
+    model = quantized(one_convolution(channels, out, stride, kernel, relu, seed), folder)
     taken = take(model, host, folder)
     assert any(name.startswith("int8_conv") for name in taken.computations())
     cpu = host.cpu if host.cpu.dot else AVX512
