@@ -243,10 +243,11 @@ class _Writing:
         padding = zeros if node.operator == "nn.conv2d" and any(window_of(node).padding) else []
         constant = relax.const(np.ascontiguousarray(weight))
         total = self._builder.emit_te(compute, data, constant, *padding, primfunc_name_hint=name)
-        constants = [relax.const(vector) for vector in (found.added, found.factor)]
+        constants: list[Any] = [relax.const(vector) for vector in (found.added, found.factor)]
         if zeros:
-            real = _real_at_run_time(found.axis)
-            return self._builder.emit_te(real, total, *constants, *zeros, primfunc_name_hint="real")
+            # By a kernel of its own: TVM fuses none that reads a tensor at fixed places.
+            both = self._builder.emit_te(_at_run_time, *constants, *zeros, primfunc_name_hint="dynamic_constants")
+            constants = [self._builder.emit(relax.TupleGetItem(both, index)) for index in (0, 1)]
         channels = len(found.weights.scales)
         others = [
             relax.const(np.ascontiguousarray(channel_vector(operand, channels), dtype="float32"))
@@ -359,18 +360,11 @@ def _finish(steps: Sequence[Step], axis: int) -> Callable[..., te.Tensor]:
     return compute
 
 
-def _real_at_run_time(axis: int) -> Callable[..., te.Tensor]:
-    """The real numbers that sums stand for on a grid that is known at run time only."""
-
-    def compute(total: te.Tensor, sums: te.Tensor, scale: te.Tensor, grid: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            channel = index[axis]
-            zero = grid[1].astype("int32") - BELOW
-            return (total(*index) - zero * sums[channel]).astype("float32") * (grid[0] * scale[channel])
-
-        return te.compute(total.shape, element, name="real")
-
-    return compute
+def _at_run_time(sums: te.Tensor, scale: te.Tensor, grid: te.Tensor) -> list[te.Tensor]:
+    """What is added to sums on a grid that is known at run time only, and what these are multiplied by."""
+    zero = grid[1].astype("int32") - BELOW
+    added = te.compute(sums.shape, lambda channel: -zero * sums[channel], name="added")
+    return [added, te.compute(scale.shape, lambda channel: grid[0] * scale[channel], name="factor")]
 
 
 def _quantize(value: Any, numbers: Sequence[float], dtype: str) -> Any:
