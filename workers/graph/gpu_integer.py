@@ -263,7 +263,7 @@ class _Writing:
         numbers = (grid.scale, grid.zero, *grid.bounds)
         dtype = grid.dtype
 
-        # TVM's own rounds halves away from zero.
+        # By the expression of the kernels that sum, so that a number is the same quantum wherever it is rounded.
         def quantized(data: te.Tensor) -> te.Tensor:
             return te.compute(data.shape, lambda *index: _quantize(data(*index), numbers, dtype), name="quantized")
 
