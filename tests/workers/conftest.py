@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,16 @@ from workers.packaging.reference import compare, example_inputs
 from workers.search import intrinsics
 from workers.search.forkserver import ForkServer
 from workers.search.templates.knobs import Cpu
+
+# Where a crash is told, whatever a test captures. TVM's handler of SIGSEGV, set when it is imported, tells it to what is
+# captured, and so to nobody.
+_STANDARD_ERROR = os.dup(2)
+
+
+def pytest_configure() -> None:
+    """Python's handlers of crashes take the place of TVM's."""
+    faulthandler.disable()
+    faulthandler.enable(_STANDARD_ERROR)
 
 
 @dataclass(frozen=True)
