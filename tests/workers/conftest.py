@@ -32,8 +32,8 @@ from workers.search import intrinsics
 from workers.search.forkserver import ForkServer
 from workers.search.templates.knobs import Cpu
 
-# Where a crash is told, whatever a test captures. TVM's handler of SIGSEGV, set when it is imported, tells it to what is
-# captured, and so to nobody.
+# Where a crash is told, whatever a test captures. TVM's handler of SIGSEGV, set when it is imported, tells it to what
+# is captured, and so to nobody.
 _STANDARD_ERROR = os.dup(2)
 
 
