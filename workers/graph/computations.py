@@ -692,6 +692,12 @@ class Copy:
         return 0.0
 
 
+def _not_negative(index: Any) -> Any:
+    """The index, or 0 if it is less: what a `Select` reads where its condition does not hold. Both of its branches are
+    read, but TVM simplifies each as if it were the one that is taken, and would leave `max` out."""
+    return index & ~(index >> 31)
+
+
 def copy(move: Copy) -> tvm.tirx.PrimFunc:
     """The function of a `Copy`; the table, where there is one, comes after the data."""
     sources = [te.placeholder(shape, move.dtype, name=f"data{k}") for k, shape in enumerate(move.data_shapes)]
@@ -708,11 +714,9 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         if move.kind == "concat":
             start, value = 0, None
             for tensor in sources:
-                blocks = int(tensor.shape[1])
-                # Every branch is read within its own bounds, taken or not.
-                inside = tensor[n, tirx.max(0, tirx.min(o - start, blocks - 1)), h, w, v]
-                value = inside if value is None else tirx.Select(o >= start, inside, value)
-                start += blocks
+                inside = tensor[n, o - start, h, w, v]
+                value = inside if value is None else te.if_then_else(o >= start, inside, value)
+                start += int(tensor.shape[1])
             return value
         slot = o * block + v
         if move.kind == "spread":
@@ -727,15 +731,12 @@ def copy(move: Copy) -> tvm.tirx.PrimFunc:
         limit = move.channels
         if tables:
             slot = tables[0][slot]
-            taken = (
-                source[n, tirx.max(slot, 0), h, w]
-                if move.kind == "block"
-                else (source[n, tirx.max(slot, 0) // block, h, w, tirx.max(slot, 0) % block])
-            )
+            read = _not_negative(slot)
+            taken = source[n, read, h, w] if move.kind == "block" else source[n, read // block, h, w, read % block]
             return tirx.Select(slot >= 0, taken, zero)
         if move.out_blocks * block == limit:
             return source[n, slot, h, w]
-        return tirx.Select(slot < limit, source[n, tirx.min(slot, limit - 1), h, w], zero)
+        return tirx.Select(slot < limit, source[n, limit - 1 - _not_negative(limit - 1 - slot), h, w], zero)
 
     result = te.compute(move.result_shape, element, name="result")
     function = function_of([*sources, *tables, result], "copy", _copy_geometry(move.result_shape))

@@ -18,7 +18,7 @@ from workers.graph.extrema import LEGALIZE
 from workers.graph.projections import MergeProjections
 from workers.graph.quantized import FoldConstants
 
-PIPELINE: Final = "cpu-blocked-7"
+PIPELINE: Final = "cpu-blocked-8"
 
 
 def pass_context(opt_level: int = 3) -> Any:
