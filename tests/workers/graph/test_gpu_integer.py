@@ -4,7 +4,7 @@ are compared with ONNX Runtime's run of the model as it is written."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,23 +137,33 @@ def unscheduled(lowered: Lowered, host: Host) -> Run:
     return run
 
 
-def as_cuda(lowered: Lowered, host: Host, template: str | None) -> Run:
-    """As `unscheduled`, but those that sum integers as CUDA source that runs on this CPU: by TVM's default, or those
-    that a template is for by its first guess."""
+def schedules(lowered: Lowered, template: str | None) -> dict[str, s_tir.Schedule]:
+    """Of kernels that sum integers: TVM's default, or of those that a template is for its first guess."""
+    found = {}
     module = lowered.kernels.module
-    default = gpu_library.schedule_the_rest(module, lowered.target) if template is None else module
+    if template is None:
+        module = gpu_library.schedule_the_rest(module, lowered.target)
+    for name in lowered.in_integers():
+        schedule = s_tir.Schedule(tvm.IRModule({"main": module[name].with_attr("global_symbol", "main")}))
+        if template is not None:
+            geometry = dict(gpu_template(lowered.functions[name])).get(template)
+            if geometry is None:
+                continue
+            config = GPU_TEMPLATES[template].configs(geometry, MACHINE)[0]
+            GPU_TEMPLATES[template].schedule(schedule, geometry, config, MACHINE)
+        found[name] = schedule
+    return found
+
+
+def as_cuda(lowered: Lowered, host: Host, scheduled: Mapping[str, s_tir.Schedule]) -> Run:
+    """Kernels that are scheduled as CUDA source that runs on this CPU, others as `unscheduled`."""
     others = unscheduled(lowered, host)
 
     def run(name: str, arrays: list[Array]) -> None:
-        geometry = dict(gpu_template(lowered.functions[name])).get(template or "")
-        if name not in lowered.in_integers() or (template and geometry is None):
+        if name in scheduled:
+            emulator.run(scheduled[name], arrays)
+        else:
             others(name, arrays)
-            return
-        schedule = s_tir.Schedule(tvm.IRModule({"main": default[name].with_attr("global_symbol", "main")}))
-        if template and geometry is not None:
-            config = GPU_TEMPLATES[template].configs(geometry, MACHINE)[0]
-            GPU_TEMPLATES[template].schedule(schedule, geometry, config, MACHINE)
-        emulator.run(schedule, arrays)
 
     return run
 
@@ -235,9 +245,9 @@ def test_cuda_computes_what_the_reference_does(template: str | None, host: Host,
     model = quantized(small(), folder)
     lowered = take(model, host, folder)
     assert integers(lowered) == (4, [])
-    fitting = [name for name in lowered.in_integers() if template in dict(gpu_template(lowered.functions[name]))]
-    assert len(fitting) == (3 if template else 0)  # groups are no product
-    lowered.check(as_cuda(lowered, host, template), quanta(model))
+    scheduled = schedules(lowered, template)
+    assert len(scheduled) == (3 if template else 4)  # groups are no product
+    lowered.check(as_cuda(lowered, host, scheduled), quanta(model))
 
 
 def test_dynamic_networks(host: Host, folder: Path) -> None:
